@@ -7,7 +7,7 @@ The sample is drawn by a hash of seed, file name and line, so a change of the co
 The mutations are mutmut's, and two more: leave out a statement, negate a condition. mutmut's own runner would not do:
 it replaces functions by dispatchers, which ranks in other processes know nothing of, and leaves out decorated ones.
 
-Each mutant runs in a copy of the tree, in a process forked from this one, which has imported torch but not torchring.
+Each mutant runs in a copy of the tree. First, all these tests run once as they are.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import libcst as cst
 import libcst.matchers as m
-import pytest
-import torch._dynamo  # noqa: F401 - tests need it; importing it takes longer than most tests
 from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper
 from mutmut.mutation.mutators import mutation_operators
 
@@ -216,7 +213,7 @@ def sample(seed: int, num: int, only: list[str]) -> list[Mutant]:
         broken = (source[:start] + replacement + source[stop:]).decode()
         diff = list(difflib.unified_diff(source.decode().splitlines(), broken.splitlines(), n=1, lineterm=""))[2:]
         changes = sorted(text for text in diff[1:] if text[0] in "+-")  # first what was added
-        changed = next(line for text in changes if not (line := text[1:].strip()).startswith("pass"))
+        changed = next(text[1:].strip() for text in changes if not text[1:].strip().startswith("pass"))
         reason = EQUIVALENT.get((Path(file).name, changed), "")
         mutants.append(Mutant(file, line, broken, "\n".join(diff), reason))
     return sorted(mutants, key=lambda mutant: (mutant.file, mutant.line))
@@ -230,82 +227,72 @@ def _copy_tree(copy: Path) -> None:
             shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
 
 
-def _test(file: str, copy: Path) -> int:
-    """In a process of its own: pytest's exit code."""
-    os.setsid()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.chdir(copy)
-    log = os.open("log", os.O_WRONLY | os.O_CREAT)
-    for number, target in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
-        os.dup2(target, number)
+def _pytest(tree: Path, names: Iterable[str], keywords: str = "") -> subprocess.Popen[bytes]:
+    """Start these tests of a tree in a session of their own; their output is in the file `log`."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-k", keywords]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    sys.pycache_prefix = f"{copy.parent}/bytecode"  # outlives the copy
-    os.environ |= {"PATH": path, "PYTHONPATH": f"{copy}/editable", "TMPDIR": str(copy.parent)}
-    os.environ |= {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": ""}
-    sys.path[0] = f"{copy}/editable"
-    sys.modules["__main__"] = types.ModuleType("__main__")  # ranks would import this file as theirs
-    names, keywords = TESTS[file]
-    files = [f"tests/{name}.py" for name in names.split()]
-    code = pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *files, "-k", keywords])
-    import torchring
+    environ = {"PATH": path, "PYTHONPATH": f"{tree}/editable", "TMPDIR": str(tree.parent)}
+    environ |= {"PYTHONPYCACHEPREFIX": f"{tree.parent}/bytecode", "PYTHONDONTWRITEBYTECODE": ""}  # outlives the tree
+    with (tree / "log").open("wb") as log:
+        return subprocess.Popen(
+            [*command, *(f"tests/{name}.py" for name in names)],
+            cwd=tree,
+            env=os.environ | environ,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
-    return int(code) if str(torchring.__file__).startswith(str(copy)) else pytest.ExitCode.NO_TESTS_COLLECTED
 
-
-def _start(mutant: Mutant, tree: Path, copy: Path) -> int:
-    """Start the tests of a mutant in a copy of `tree`; their process."""
+def _start(mutant: Mutant, tree: Path, copy: Path) -> subprocess.Popen[bytes]:
+    """Start the tests of a mutant in a copy of `tree`."""
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(tree, copy, symlinks=True)
     (copy / mutant.file).write_text(mutant.source)
-    pid = os.fork()
-    if pid == 0:
-        code = int(pytest.ExitCode.INTERNAL_ERROR)
-        with contextlib.suppress(BaseException):
-            code = _test(mutant.file, copy)
-        os._exit(code)
-    return pid
+    names, keywords = TESTS[mutant.file]
+    return _pytest(copy, names.split(), keywords)
 
 
-def _end(pid: int, copy: Path) -> None:
+def _end(process: subprocess.Popen[bytes], copy: Path) -> None:
     """Kill these tests and what they have started, which has the copy as PYTHONPATH."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if f"PYTHONPATH={copy}/editable".encode() in environ.read_bytes():
                 os.kill(int(environ.parent.name), signal.SIGKILL)
+    process.wait()
 
 
-def run(mutants: list[Mutant], tree: Path, copies: list[Path], limits: dict[str, float]) -> Iterator[Mutant]:
-    """Test mutants, as many at a time as there are copies. `limits`: seconds for the tests of a file."""
+def run(mutants: list[Mutant], tree: Path, copies: list[Path], limit: float = 600.0) -> Iterator[Mutant]:
+    """Test mutants, as many at a time as there are copies. `limit`: seconds for each."""
     waiting, free = list(mutants), list(copies)
-    running: dict[int, tuple[Path, Mutant, float]] = {}
+    running: dict[Path, tuple[subprocess.Popen[bytes], Mutant, float]] = {}
     try:
         while waiting or running:
             while waiting and free:
                 mutant, copy = waiting.pop(0), free.pop()
-                running[_start(mutant, tree, copy)] = copy, mutant, time.monotonic()
+                running[copy] = _start(mutant, tree, copy), mutant, time.monotonic()
             time.sleep(0.1)
-            for pid, (copy, mutant, started) in list(running.items()):
-                ended, status = os.waitpid(pid, os.WNOHANG)
+            for copy, (process, mutant, started) in list(running.items()):
+                code = process.poll()
                 mutant.seconds = round(time.monotonic() - started, 1)
-                if not ended and mutant.seconds < limits[mutant.file]:
+                if code is None and mutant.seconds < limit:
                     continue
-                _end(pid, copy)
-                del running[pid]
-                code = os.waitstatus_to_exitcode(status if ended else os.waitpid(pid, 0)[1])
+                _end(process, copy)
+                del running[copy]
                 mutant.log = (copy / "log").read_text(errors="replace")
-                if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+                if code in (4, 5):  # of pytest
                     raise RuntimeError(f"no test of {mutant.file} ran in {copy}:\n{mutant.log}")
-                mutant.result = "timed out" if not ended else "caught" if code else "survived"
+                mutant.result = "timed out" if code is None else "caught" if code else "survived"
                 failures = [line for line in mutant.log.splitlines() if line.startswith(("FAILED ", "ERROR "))]
                 mutant.noticed_by = failures[0] if failures else f"exit code {code}"
                 free.append(copy)
                 yield mutant
     finally:
-        for pid, (copy, *_) in running.items():
-            _end(pid, copy)
-            os.waitpid(pid, 0)
+        for copy, (process, *_) in running.items():
+            _end(process, copy)
 
 
 def report(mutants: list[Mutant], about: dict[str, object], path: Path) -> None:
@@ -343,12 +330,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
         tree, copies = Path(folder, "tree"), [Path(folder, str(job)) for job in range(arguments.jobs)]
         _copy_tree(tree)
-        limits = {mutant.file: 600.0 for mutant in mutants}
-        for mutant in run([Mutant(file, 0, (tree / file).read_text()) for file in limits], tree, copies, limits):
-            if mutant.result != "survived":
-                sys.exit(f"{mutant.log}\n{mutant.file}: {mutant.result} as it is")
-            limits[mutant.file] = 60 + 3 * mutant.seconds
-        for mutant in run([mutant for mutant in mutants if not mutant.reason], tree, copies, limits):
+        names = {name: None for mutant in mutants for name in TESTS[mutant.file][0].split()}
+        as_it_is = _pytest(tree, names)
+        if as_it_is.wait():
+            sys.exit(f"{(tree / 'log').read_text()}\nwithout a mutant, a test fails")
+        for mutant in run([mutant for mutant in mutants if not mutant.reason], tree, copies):
             print(f"{mutant.file}:{mutant.line} {mutant.result} ({mutant.seconds} s)", flush=True)
     for mutant in mutants:
         mutant.result = mutant.result or "equivalent"
