@@ -45,7 +45,10 @@ TESTS = {
         "gradients/test_weights optimizer/test_semantics observe/test_recorder optimizer/test_options",
         "not (test_recorder or test_options) or closure or another_model_or_option",
     ),
-    "torchring/gradients/group.py": ("gradients/test_hooks gradients/test_aborted optimizer/test_contract", ""),
+    "torchring/gradients/group.py": (
+        "gradients/test_hooks gradients/test_aborted optimizer/test_contract optimizer/test_semantics",
+        "not test_semantics or several or optimizers",
+    ),
     "torchring/gradients/plan.py": ("gradients/test_plan gradients/test_bucket", ""),
     "torchring/gradients/bucket.py": (
         "gradients/test_bucket gradients/test_launcher gradients/test_hooks devices/test_on_device",
@@ -59,7 +62,7 @@ TESTS = {
     "torchring/gradients/launcher.py": ("gradients/test_launcher gradients/test_hooks gradients/test_aborted", ""),
     "torchring/participants/replicas.py": (
         "participants/test_replicas optimizer/test_mistakes optimizer/test_semantics",
-        "not test_semantics or default_device",
+        "not test_semantics or PyTorch",
     ),
     "torchring/gradients/weights.py": (
         "gradients/test_weights gradients/test_local horovod/test_optimizer elastic/test_batches",
@@ -72,13 +75,13 @@ TESTS = {
     "torchring/participants/buffers.py": ("participants/test_buffers", ""),
     "torchring/gradients/layout.py": (
         "gradients/test_hooks gradients/test_weights participants/test_buffers "
-        "optimizer/test_semantics devices/test_on_device",
+        "optimizer/test_semantics optimizer/test_parity devices/test_on_device",
         "not test_on_device or several_gpus_of_one_host",
     ),
     "torchring/participants/sparse.py": ("participants/test_sparse", ""),
     "torchring/gradients/agreement.py": (
-        "gradients/test_hooks optimizer/test_options optimizer/test_semantics optimizer/test_contract "
-        "devices/test_device devices/test_device_faults devices/test_on_device",
+        "gradients/test_hooks optimizer/test_options optimizer/test_semantics optimizer/test_parity "
+        "optimizer/test_contract devices/test_device devices/test_device_faults devices/test_on_device",
         "not (test_contract or allreduce) or stats_say or a_reduction or aborted or told_to_all_ranks",
     ),
     "torchring/gradients/reduction.py": (

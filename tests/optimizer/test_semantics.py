@@ -1,51 +1,44 @@
-"""What a training on ranks computes: the same as one process that does the work of all, and as DistributedDataParallel.
+"""What a training on ranks computes: the same as one process that does the work of all.
 
-Unused parameters · several backwards, no_sync, accumulate, synchronize · op="sum" · all kinds of parameters · ways to
-compute a gradient · the plan after the first step · features of PyTorch · compilers and other programs' processes
-· parity with DDP, 2 ranks: bit for bit, whatever the optimizer, buckets, algorithm, overlap; 3 ranks: every gradient
-within 4 roundings of the float64 mean of what the ranks computed
+`CASES` lists what scripts do: a script of `support/scripts.py` or of this file, and its arguments. Their gradients,
+parameters, and whatever else they return, are compared with those of one process: in fp64 to 1e-9, and between ranks
+bit for bit. For how all pairs of features go together see `qa/pairs.py`.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
-import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import torchring
-from tests.support.checks import (
-    assert_bitwise,
-    assert_same_on_all_ranks,
-    assert_within_rounding,
-    digest,
-)
-from tests.support.grids import grid
+from tests.support.checks import assert_same_on_all_ranks, assert_within_rounding, digest
 from tests.support.harness import ranks, run_pooled, run_ranks
 from tests.support.scripts import (
     KINDS,
     ORDERS,
     USAGE,
     Branches,
-    Chain,
+    Raises,
     accumulating,
+    amp,
     branches,
     checkpointed,
     failing,
     frozen,
     graph_games,
+    keeping,
     mixed,
     of_kind,
     ordered,
@@ -53,47 +46,19 @@ from tests.support.scripts import (
     summed,
 )
 from tests.support.training import (
-    TINY_MB,
     Side,
     assert_as_one_process,
+    assert_each_as_one_process,
     attempt,
     batch,
     loss_on,
     momentum,
     small_model,
+    train,
     values,
 )
 
-# Unused parameters
-
-
-@grid(
-    "set_to_none, options, usage",
-    [True, False],
-    [{}, {"overlap": "thread", "bucket_mb": 25.0}, {"algorithm": "native"}],
-    list(USAGE),
-    keep=lambda set_to_none, options, usage: not options or (set_to_none and usage == "other sets each step"),
-)
-def test_unused_parameters_contribute_zero_or_stay_untouched(
-    usage: str, set_to_none: bool, options: dict[str, Any]
-) -> None:
-    """Gradients, too: one that no rank computed stays None, so momentum and weight decay leave its parameter alone."""
-    [first, _] = assert_as_one_process(branches, usage, set_to_none, options)
-    if usage == "unused on all ranks" and set_to_none:
-        assert first[6:8] == [None, None]
-        assert_bitwise(first[-1], dict(Branches().named_parameters())["heads.2.bias"].detach())
-
-
-class _Failing(torch.autograd.Function):
-    """Fails in backward, when the gradients of later layers have come."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, *grads: Tensor) -> Tensor:
-        raise KeyError("as a failing backward does")
+# Gradients that the script has, and parameters that change
 
 
 def _owned(side: Side, how: str, usage: str, options: dict[str, Any]) -> Sequence[Any]:
@@ -105,7 +70,7 @@ def _owned(side: Side, how: str, usage: str, options: dict[str, Any]) -> Sequenc
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
     owned = [piece.view_as(p) for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)]
     for p, piece in zip(parameters, owned, strict=True):
-        if how == "slices of one tensor":
+        if how == "slices":
             p.grad = piece
         elif how == "other memory":
             p.grad = torch.zeros_like(p)
@@ -121,8 +86,8 @@ def _owned(side: Side, how: str, usage: str, options: dict[str, Any]) -> Sequenc
         if step == 4:
             model.heads[2].requires_grad_(usage != "frozen")
         if usage == "failing" and step in (0, 2, 5):
-            with pytest.raises(KeyError):
-                _Failing.apply(model.heads[step % 3](torch.ones(6).double())).sum().backward()
+            with pytest.raises(ArithmeticError):
+                Raises.apply(model.heads[step % 3](torch.ones(6).double())).sum().backward()
         if how != "cached" or step:
             torch._foreach_zero_(owned)
         ranks = [rank for rank in side.mine if usage != "skipped" or step < 5 or (step == 5 and rank == 0)]
@@ -138,109 +103,26 @@ def _owned(side: Side, how: str, usage: str, options: dict[str, Any]) -> Sequenc
     return [*seen, *values(model)]
 
 
-@grid(
-    "how, usage, options",
-    ["slices of one tensor", "other memory", "cached"],
-    ["all", "until the third step", "skipped", "frozen", "unfrozen", "failing", "alternating"],
-    [{}, {"bucket_mb": 25.0}, {"compression": "bf16"}, {"algorithm": "native", "overlap": "thread"}],
-    keep=lambda how, usage, options: (
-        not options if usage == {"cached": "failing"}.get(how, "skipped") else (how[0], usage) == ("s", "all")
-    ),
-)
-def test_gradients_that_the_script_has_get_the_results(how: str, usage: str, options: dict[str, Any]) -> None:
-    """Those that were in `.grad` before backward, and those that torchring has put there, also with other buckets."""
-    if how == "cached" and usage in ("unfrozen", "alternating"):
-        return  # some have no gradient yet
-    assert_as_one_process(_owned, how, usage, options, tolerance=0.02 if "compression" in options else 1e-9)
-
-
 def _restrided(side: Side) -> Sequence[Any]:
     """Fused optimizers pair the elements of a parameter and its gradient by their addresses."""
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 2)).double()
-    images, square = model[0], model[2]
-    assert isinstance(images, nn.Conv2d)
-    assert isinstance(square, nn.Linear)
+    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 2)).double()
+    images, _, square, last = model
     optimizer = side.wrap(torch.optim.AdamW(model.parameters(), lr=0.01, fused=True), model)
+
+    def loss(rank: int, step: int) -> Tensor:
+        x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+        hidden = x.flatten(1)[:, :64] if rank and step > 2 else images(x).flatten(1)  # a rank does without
+        return last(square(hidden)).square().mean()
+
     for step in range(5):
         if step == 1:
             square.weight.data = square.weight.data.t().contiguous().t()
         elif step == 2:
             model.to(memory_format=torch.channels_last)
-        optimizer.zero_grad()
-
-        def loss(rank: int, step: int = step) -> Tensor:
-            x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank)).double()
-            hidden = x.flatten(1)[:, :64] if rank and step > 2 else images(x).flatten(1)  # a rank does without
-            return model[3](square(hidden)).square().mean()
-
-        side.mean(loss).backward()
-        optimizer.step()
+        train(side, model, optimizer, [step], loss)
         assert all(p.grad is not None and p.grad.stride() == p.stride() for p in model.parameters())
     return values(model)
-
-
-def test_gradients_have_the_strides_that_their_parameters_have_now() -> None:
-    assert_as_one_process(_restrided)
-
-
-# Several backwards
-
-
-@pytest.mark.parametrize(
-    "how",
-    ["two backwards", "two backwards, zeroed in place", "no_sync", "synchronize", "accumulate",
-     "accumulate, two are left", "accumulate, two are dropped", "accumulate in no_sync"],
-)  # fmt: skip
-def test_gradients_add_up_over_backwards(how: str) -> None:
-    assert_as_one_process(accumulating, how)
-
-
-@pytest.mark.parametrize("compression", [None, "bf16"])
-def test_sums_over_ranks(compression: str | None) -> None:
-    assert_as_one_process(summed, compression, tolerance=1e-9 if compression is None else 2e-2)
-
-
-# All kinds of parameters
-
-
-@grid(
-    "kind, options",
-    list(KINDS),
-    [{}, {"bucket_mb": 25.0}, {"algorithm": "native", "overlap": "thread"}],
-    keep=lambda kind, options: not options or kind == next(iter(KINDS)),
-)
-def test_all_kinds_of_parameters(kind: str, options: dict[str, Any]) -> None:
-    [first, _] = assert_as_one_process(of_kind, kind, options)
-    assert first[0] is True
-
-
-@pytest.mark.parametrize("options", [{}, {"bucket_mb": TINY_MB, "overlap": "thread"}, {"algorithm": "native"}], ids=str)
-def test_mixed_dtypes(options: dict[str, Any]) -> None:
-    """Each in its own precision: one addition and an exact halving, so one rounding and that of the result."""
-    results = run_pooled(mixed, 2, options)
-    assert_same_on_all_ranks([digest(reduced) for _, reduced, _ in results])
-    assert_same_on_all_ranks([trained for _, _, trained in results])
-    for i, gradient in enumerate(results[0][1]):
-        parts = torch.stack([local[i].double() / 2 for local, _, _ in results])
-        assert gradient.dtype == results[0][0][i].dtype
-        assert_within_rounding(gradient, parts.sum(0), parts.abs().sum(0), 1, gradient.dtype)
-    with pytest.raises(AssertionError):  # the ranks' own gradients do differ
-        assert_same_on_all_ranks([digest(local) for local, _, _ in results])
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("sparse", [True, False])
-def test_sparse_embeddings_train_as_dense_ones(sparse: bool, set_to_none: bool) -> None:
-    assert_as_one_process(sparse_words, sparse, set_to_none)
-
-
-# Parameters that come and go
-
-
-@pytest.mark.parametrize("plan", ["ffttt", "ttfff", "ttfftt", "fttff", "ftftft"])
-def test_freezing_and_unfreezing(plan: str) -> None:
-    assert_as_one_process(frozen, plan)
 
 
 def _thawed_on_accumulation(side: Side) -> Sequence[Any]:
@@ -257,29 +139,7 @@ def _thawed_on_accumulation(side: Side) -> Sequence[Any]:
     return values(model)
 
 
-def test_unfreezing_with_micro_steps() -> None:
-    assert_as_one_process(_thawed_on_accumulation)
-
-
-# Ways to compute a gradient
-
-
-@grid(
-    "how, options",
-    ["not reentrant", "not reentrant, layer used twice", "reentrant", "reentrant, two segments", "reentrant, nested",
-     "all inside a reentrant one"],
-    [{}, {"bucket_mb": 25.0}, {"overlap": "thread"}],
-    keep=lambda how, options: not options or how == "reentrant, two segments",
-)  # fmt: skip
-def test_gradient_checkpointing(how: str, options: dict[str, Any]) -> None:
-    assert_as_one_process(checkpointed, how, options)
-
-
-@pytest.mark.parametrize(
-    "game", ["retain_graph", "gradient penalty", "gradient of parameters", "inputs=", "hooks on tensors"]
-)
-def test_games_with_the_graph(game: str) -> None:
-    assert_as_one_process(graph_games, game)
+# Backwards inside of backwards, and steps inside of methods
 
 
 def _cached(side: Side, num_parts: int) -> list[Tensor]:
@@ -290,31 +150,25 @@ def _cached(side: Side, num_parts: int) -> list[Tensor]:
     def loss_of(embeddings: Tensor) -> Tensor:
         return (embeddings @ embeddings.T).logsumexp(1).mean()
 
-    for step in range(3):
-        optimizer.zero_grad()
+    def cached_loss(rank: int, step: int) -> Tensor:
+        x = batch(rank, step)[0]
         if not side.is_wrapped:
-            side.mean(lambda rank, step=step: loss_of(model(batch(rank, step)[0]))).backward()
-        else:
-            x = batch(side.mine[0], step)[0]
-            embeddings = model(x).detach().requires_grad_()
-            loss = loss_of(embeddings)
-            (cache,) = torch.autograd.grad(loss, embeddings)
+            return loss_of(model(x))
+        embeddings = model(x).detach().requires_grad_()
+        loss = loss_of(embeddings)
+        (cache,) = torch.autograd.grad(loss, embeddings)
 
-            def run_again(grad: Tensor, x: Tensor = x, cache: Tensor = cache) -> None:
-                with torch.enable_grad():
-                    for part, of_part in zip(x.chunk(num_parts), cache.chunk(num_parts), strict=True):
-                        ((model(part) * of_part).sum() * grad).backward()
+        def run_again(grad: Tensor) -> None:
+            with torch.enable_grad():
+                for part, of_part in zip(x.chunk(num_parts), cache.chunk(num_parts), strict=True):
+                    ((model(part) * of_part).sum() * grad).backward()
 
-            loss = loss.detach().requires_grad_()
-            loss.register_hook(run_again)
-            (loss * 1.0).backward()
-        optimizer.step()
+        loss = loss.detach().requires_grad_()
+        loss.register_hook(run_again)
+        return loss * 1.0
+
+    train(side, model, optimizer, range(3), cached_loss)
     return values(model)
-
-
-@pytest.mark.parametrize("num_parts", [1, 3])
-def test_a_backward_inside_a_hook_of_another_one(num_parts: int) -> None:
-    assert_as_one_process(_cached, num_parts)
 
 
 class _SAM(torch.optim.Optimizer):
@@ -337,15 +191,22 @@ class _SAM(torch.optim.Optimizer):
         self.zero_grad()
 
     @torch.no_grad()
-    def second_step(self) -> None:
+    def put_back(self) -> None:
         for p in self.parameters():
             p.copy_(self.state[p]["old"])
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        self.put_back()
         self.base_optimizer.step()
         self.zero_grad()
 
 
 def _sam(side: Side, how: str) -> list[Any]:
-    """Gradients for the ascent are those of all ranks, or with "own" each rank's. "nan": one of rank 1's, late."""
+    """Gradients for the ascent are those of all ranks, or with "own" each rank's. "nan": one of rank 1's, late.
+
+    Parameters that each rank has moved its own way are no replicas until they are put back.
+    """
     model = nn.Sequential(small_model(), nn.BatchNorm1d(2, affine=False).double())
     optimizer = side.wrap(_SAM(model.parameters()), model)
     ascents = [(rank,) for rank in side.mine] if how == "own" else [side.mine]
@@ -362,14 +223,12 @@ def _sam(side: Side, how: str) -> list[Any]:
             torch.stack(losses).mean().backward()
             if len(ascents) > 1:
                 gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-                for p in model.parameters():
-                    p.data.copy_(optimizer.state[p]["old"])
+                optimizer.put_back()
                 optimizer.zero_grad()
         for p, own in zip(model.parameters(), zip(*gradients, strict=True), strict=False):
             p.grad = torch.stack(own).mean(0)
         if how == "nan" and step == 2 and not side.is_wrapped:
-            for p in model.parameters():
-                p.data.copy_(optimizer.state[p]["old"])
+            optimizer.put_back()
         else:
             problem = attempt(optimizer.second_step)
     assert ("NaN or infinity came from rank 1" in problem) == bool(how == "nan" and side.is_wrapped), problem
@@ -379,132 +238,12 @@ def _sam(side: Side, how: str) -> list[Any]:
     return values(model)
 
 
-@pytest.mark.parametrize("how", ["together", "own", "nan"])
-def test_a_method_that_steps_an_optimizer_inside_is_a_step(how: str) -> None:
-    """Parameters that each rank has moved its own way are no replicas until they are put back."""
-    assert_as_one_process(_sam, how)
-
-
-@grid(
-    "where, options",
-    [1, 5],
-    [{}, {"bucket_mb": 25.0}, {"overlap": "thread"}, {"algorithm": "native"}],
-    keep=lambda where, options: not options or where == 1,
-)
-def test_training_goes_on_after_an_exception_in_backward(where: int, options: dict[str, Any]) -> None:
-    [first, _] = assert_as_one_process(failing, where, options)
-    assert first[0] == 1
-
-
-# The plan
-
-
-@grid(
-    "order, options",
-    list(ORDERS),
-    [{}, {"overlap": "thread"}, {"algorithm": "native"}],
-    keep=lambda order, options: not options or order == next(iter(ORDERS)),
-)
-def test_gradients_may_come_in_any_order(order: str, options: dict[str, Any]) -> None:
-    assert_as_one_process(ordered, order, options)
-
-
-@ranks(2)
-def test_a_new_plan_does_not_take_a_second_set_of_buffers() -> None:
-    """The plan that follows the first reduction's order is laid out when zero_grad() has let go of the old buffers."""
-    model = Chain()
-    optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB)
-    assert optimizer._sync is not None
-    reducer = optimizer._sync
-    old = [weakref.ref(bucket.wire) for bucket in reducer.layout.buckets]
-    open_wires = reducer.layout.all_reduce.open_wires
-    seen: list[tuple[int, int]] = []  # (reductions, old buffers still held) each time that buffers are opened
-
-    def watched(specs: Any) -> Any:
-        seen.append((reducer.num_reductions, sum(wire() is not None for wire in old)))
-        return open_wires(specs)
-
-    reducer.layout.all_reduce.open_wires = watched  # type: ignore[method-assign]
-    for step in range(4):
-        optimizer.zero_grad()
-        model(batch(torchring.rank(), step)[0], [5, 4, 3, 2, 1, 0]).square().mean().backward()
-        optimizer.step()
-    assert seen == [(1, 0)]
-    order = [name.split(".")[1] for bucket in reducer.layout.buckets for name in bucket.names]
-    assert order == list("001122334455"), "registered 0 .. 5 and used 5 .. 0, so the gradients of 0 come first"
-
-
-# Company
-
-
-@pytest.mark.parametrize("algorithm", ["direct", "native"])
-def test_another_default_device(algorithm: str) -> None:
-    """What torchring makes for itself on the host does not follow torch.set_default_device."""
-    assert_as_one_process(_elsewhere, algorithm)
-
-
-def _elsewhere(side: Side, algorithm: str) -> Sequence[Any]:
-    model = small_model()
-    batches = [[batch(rank, step) for step in range(3)] for rank in range(2)]
-    torch.set_default_device("meta")  # which nothing could be computed on
-    try:
-        optimizer = side.wrap(momentum(model), model, algorithm=algorithm)
-        for step in range(3):
-            optimizer.zero_grad()
-            side.mean(
-                lambda rank, step=step: nn.functional.mse_loss(model(batches[rank][step][0]), batches[rank][step][1])
-            ).backward()
-            optimizer.step()
-        if side.is_wrapped:
-            with optimizer.no_sync():
-                model(batches[0][0][0]).sum().backward()
-            optimizer.synchronize()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                next(model.parameters()).mul_(1.0)  # so replicas are compared, in a reduction outside of autograd
-            optimizer.skip()
-            numbers = torch.arange(4.0, device="cpu")
-            torchring.all_reduce(numbers)
-            torchring.all_gather(numbers)
-            torchring.reduce_scatter(numbers)
-            torchring.all_to_all(numbers)
-            torchring.broadcast_object("word")
-    finally:
-        torch.set_default_device(None)
-    return values(model)
-
-
-@ranks(2, start=run_ranks)
-def test_a_wrapped_model_is_compiled_without_a_graph_break(rank: int) -> None:
-    """Of a model that is wrapped, and of the same model that is not; and how often the wrapped one was compiled."""
-    torch._dynamo.reset()
-    counts = []
-    for wraps in (False, True):
-        model = small_model()
-        sgd: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = torchring.wrap(sgd, model) if wraps else sgd
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_on(model, rank, step).backward()
-            optimizer.step()
-        counts.append(torch._dynamo.explain(model)(batch(rank, 0)[0]).graph_break_count)
-    assert counts == [0, 0]
-
-
 # Features of PyTorch that change what a parameter is, or how its gradient comes about
 
 
-_NUM_STEPS = 4
-
-
 def _trained(side: Side, model: nn.Module, loss: Callable[[int, int], Tensor] | None = None) -> Sequence[Tensor]:
-    """Parameters after a few steps. loss(rank, step)."""
     sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    optimizer = side.wrap(sgd, model)
-    for step in range(_NUM_STEPS):
-        optimizer.zero_grad()
-        side.mean(lambda rank, step=step: loss(rank, step) if loss else loss_on(model, rank, step)).backward()
-        optimizer.step()
+    train(side, model, side.wrap(sgd, model), range(4), loss)
     return values(model)
 
 
@@ -567,36 +306,32 @@ def _functional(side: Side) -> Sequence[Tensor]:
     return _trained(side, model, loss)
 
 
-class _Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.gated, self.out = nn.GRUCell(1, 3), nn.LSTM(3, 4, 2), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state, states = x.new_zeros(len(x), 3), []
-        for column in x.split(1, dim=1):
-            state = self.cell(column, state)
-            states.append(state)
-        outputs, _ = self.gated(torch.stack(states))
-        result: Tensor = self.out(outputs[-1])
-        return result
-
-
 def _recurrent(side: Side) -> Sequence[Tensor]:
     torch.manual_seed(2)
-    model = _Recurrent().double()
-    return _trained(side, model)
+    cell, gated, out = nn.GRUCell(1, 3), nn.LSTM(3, 4, 2), nn.Linear(4, 2)
+    model = nn.ModuleList([cell, gated, out]).double()
+
+    def loss(rank: int, step: int) -> Tensor:
+        x, y = batch(rank, step)
+        state, states = x.new_zeros(len(x), 3), []
+        for column in x.split(1, dim=1):
+            state = cell(column, state)
+            states.append(state)
+        outputs, _ = gated(torch.stack(states))
+        return nn.functional.mse_loss(out(outputs[-1]), y)
+
+    return _trained(side, model, loss)
 
 
 def _averaged(side: Side) -> Sequence[Tensor]:
     """SWA and an EMA of the parameters, and BatchNorm statistics for the average."""
     model = small_model()
     averages = AveragedModel(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    for step in range(_NUM_STEPS):
-        optimizer.zero_grad()
-        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
-        optimizer.step()
+    optimizer = side.wrap(momentum(model), model)
+    for step in range(4):
+        train(side, model, optimizer, [step])
+        if step == 1 and 0 in side.mine:  # nothing is sent for a copy of the model: a rank may use it as it likes
+            loss_on(copy.deepcopy(model), 0, 0).backward()
         for average in averages:
             average.update_parameters(model)
     norm = nn.Sequential(averages[0].module, nn.BatchNorm1d(2, dtype=torch.float64))
@@ -605,279 +340,446 @@ def _averaged(side: Side) -> Sequence[Tensor]:
     return [*values(averages[0]), *values(averages[1]), norm[1].running_mean]
 
 
-_SCRIPTS: dict[str, Callable[[Side], Sequence[Tensor]]] = {
-    "parametrizations": _parametrized,
-    "weight_norm": _weight_norm,
-    "LoRA": _low_rank,
-    "torch.func": _functional,
-    "recurrent cells": _recurrent,
-    "SWA and EMA": _averaged,
+def _elsewhere(side: Side, algorithm: str) -> Sequence[Any]:
+    """What torchring makes for itself on the host does not follow torch.set_default_device."""
+    model = small_model()
+    batches = [[batch(rank, step) for step in range(3)] for rank in range(2)]
+
+    def loss(rank: int, step: int) -> Tensor:
+        x, y = batches[rank][step]
+        return nn.functional.mse_loss(model(x), y)
+
+    torch.set_default_device("meta")  # which nothing could be computed on
+    try:
+        optimizer = side.wrap(momentum(model), model, algorithm=algorithm)
+        train(side, model, optimizer, range(3), loss)
+        if side.is_wrapped:
+            with optimizer.no_sync():
+                model(batches[0][0][0]).sum().backward()
+            optimizer.synchronize()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                next(model.parameters()).mul_(1.0)  # so replicas are compared, in a reduction outside of autograd
+            optimizer.skip()
+            numbers = torch.arange(4.0, device="cpu")
+            torchring.all_reduce(numbers)
+            torchring.all_gather(numbers)
+            torchring.reduce_scatter(numbers)
+            torchring.all_to_all(numbers)
+            torchring.broadcast_object("word")
+    finally:
+        torch.set_default_device(None)
+    return values(model)
+
+
+# Optimizers, schedules, checkpoints and copies
+
+
+_OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, foreach=True),
+    "adamw tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "differentiated groups": lambda p: torch.optim.SGD([{"params": [q], "lr": 0.1 / (i + 1)} for i, q in enumerate(p)]),
 }
 
 
-def _script(side: Side, name: str) -> Sequence[Tensor]:
-    return _SCRIPTS[name](side)
+def _with_optimizer(side: Side, name: str) -> Sequence[Any]:
+    model = small_model()
+    train(side, model, side.wrap(_OPTIMIZERS[name](model.parameters()), model), range(4))
+    return values(model)
 
 
-@pytest.mark.parametrize("name", _SCRIPTS)
-def test_it_trains_as_in_one_process(name: str) -> None:
-    assert_as_one_process(_script, name)
-
-
-# The same training as DistributedDataParallel, bit for bit
-
-
-_LAYER_MB = 300 / 2**20  # 300 bytes: every layer of the odd model closes a bucket, small ones share one
-
-
-_ROWS = 6  # of a rank's batch
-
-
-_kept_alive: list[Any] = []  # Gloo may deadlock with the interpreter when DDP is destroyed, so it is not
-
-
-@dataclass(frozen=True)
-class Case:
-    """A training run. `late`: in every step another rank dawdles in the middle of its backward."""
-
-    optimizer: str = "momentum"
-    model: str = "odd"
-    dtype: torch.dtype = torch.float32
-    micro_steps: int = 1
-    steps: int = 4
-    late: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Trained:
-    """gradients and local: [step][parameter]; local is what this rank alone computed. parameters: after each step."""
-
-    gradients: list[list[Tensor]]
-    local: list[list[Tensor]]
-    parameters: list[list[Tensor]]
-    stats: torchring.Stats | None = None
-
-
-def _case_model(case: Case) -> nn.Sequential:
-    torch.manual_seed(7)
-    # wide: 276 KB, 1.2 MB and small: above and below what fits into a first bucket of 1 MiB
-    sizes = {"odd": [5, 13, 17, 1, 3], "wide": [5, 67, 1031, 301, 3]}[case.model]
-    layers: list[nn.Module] = []
-    for i, (inner, outer) in enumerate(itertools.pairwise(sizes)):
-        layers += [nn.Linear(inner, outer, bias=i != 1), nn.Tanh()]
-    return nn.Sequential(*layers[:-1]).to(case.dtype)
-
-
-def _case_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    if case.optimizer == "momentum":
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def _case_batch(case: Case, rank: int, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(10_000 * rank + 100 * step + micro_step)
-    draw = torch.randn(_ROWS, 8, generator=generator).to(case.dtype)
-    return draw[:, :5], draw[:, 5:]
-
-
-def _case_loss(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.mse_loss(model(rows[0]), rows[1])
-
-
-def _sleep_in_backward(model: nn.Sequential, rank: int, world_size: int, step: list[int]) -> None:
-    def hook(gradient: Tensor) -> None:
-        if step[0] % world_size == rank:
-            time.sleep(0.03)
-
-    middle = model[4]
-    assert isinstance(middle, nn.Linear)
-    middle.weight.register_hook(hook)
-
-
-def _train_case(rank: int, world_size: int, case: Case, way: str) -> Trained:
-    """way: "ring" for torchring, "ddp", or "alone" without any reduction."""
-    model = _case_model(case)
-    step_now = [0]
-    forward: nn.Module = model
-    optimizer = _case_optimizer(case, model)
-    if way == "ring":
-        optimizer = torchring.wrap(optimizer, model, accumulate=case.micro_steps, **case.options)
-    elif way == "ddp":
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        forward = DistributedDataParallel(model)
-        _kept_alive.append(forward)
-    if case.late and way == "ring":
-        _sleep_in_backward(model, rank, world_size, step_now)
-    result = Trained([], [], [])
-    parameters = list(model.parameters())
-    for step in range(case.steps):
-        step_now[0] = step
-        batches = [_case_batch(case, rank, step, micro_step) for micro_step in range(case.micro_steps)]
-        bare = copy.deepcopy(model)
-        for p in bare.parameters():
-            p._post_accumulate_grad_hooks, p._backward_hooks, p.grad = None, None, None
-        for rows in batches:
-            _case_loss(bare, rows).backward()
-        result.local.append([_grad(p).clone() for p in bare.parameters()])
-        optimizer.zero_grad()
-        for micro_step, rows in enumerate(batches):
-            silent = isinstance(forward, DistributedDataParallel) and micro_step < case.micro_steps - 1
-            with forward.no_sync() if silent else nullcontext():
-                _case_loss(forward, rows).backward()
-        result.gradients.append([_grad(p).clone() for p in parameters])
-        optimizer.step()
-        result.parameters.append([p.detach().clone() for p in parameters])
-    if isinstance(optimizer, torchring.DistributedOptimizer):
-        result.stats = optimizer.stats()
-    if way == "ddp":
-        dist.barrier()
-    return result
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-def _both(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, tuple[Trained, Trained]]:
-    """torchring first: it takes part in a process group where there is one."""
-    ring = {}
-    for name, case in cases.items():
-        ring[name] = _train_case(rank, world_size, case, "ring")
-        torchring.shutdown()
-    return {name: (ring[name], _train_case(rank, world_size, case, "ddp")) for name, case in cases.items()}
-
-
-def _assert_ranks_agree(runs: list[Trained]) -> None:
-    for step in range(len(runs[0].parameters)):
-        assert_same_on_all_ranks([digest(run.parameters[step]) for run in runs])
-        assert_same_on_all_ranks([digest(run.gradients[step]) for run in runs])
-
-
-def _assert_trained_alike(ring: Trained, other: Trained) -> None:
-    for what in ("gradients", "parameters"):
-        for step, (mine, theirs) in enumerate(zip(getattr(ring, what), getattr(other, what), strict=True)):
-            for index, (actual, expected) in enumerate(zip(mine, theirs, strict=True)):
-                assert_bitwise(actual, expected, f"{what} {index} of step {step}")
-
-
-def _assert_means(runs: list[Trained], num_roundings: int, dtype: torch.dtype) -> None:
-    """Rank 0's gradients against the float64 mean of what each rank computed from the same parameters."""
-    for step, gradients in enumerate(runs[0].gradients):
-        for index, gradient in enumerate(gradients):
-            parts = [run.local[step][index].double() / len(runs) for run in runs]
-            expected, magnitude = torch.stack(parts).sum(0), torch.stack(parts).abs().sum(0)
-            assert_within_rounding(gradient, expected, magnitude, num_roundings, dtype)
-
-
-_CASES = {
-    "sgd": Case(),
-    "adamw": Case("adamw"),
-    "sgd in tiny buckets": Case(options={"bucket_mb": _LAYER_MB}),
-    "adamw in tiny buckets": Case("adamw", options={"bucket_mb": _LAYER_MB}),
-    "a bucket per parameter": Case(options={"bucket_mb": 0}),
-    "wide": Case("adamw", model="wide", steps=3),
-    "wide in small buckets": Case(model="wide", steps=3, options={"bucket_mb": 0.3}),
-    "native": Case("adamw", options={"algorithm": "native", "bucket_mb": _LAYER_MB}),
-    "direct on a thread": Case(late=True, options={"algorithm": "direct", "overlap": "thread", "bucket_mb": _LAYER_MB}),
-    "direct inline": Case(late=True, options={"algorithm": "direct", "overlap": "inline", "bucket_mb": _LAYER_MB}),
-    "hierarchical": Case(late=True, options={"algorithm": "hierarchical", "bucket_mb": _LAYER_MB}),
-    "wide, hierarchical": Case(model="wide", steps=3, late=True, options={"algorithm": "hierarchical"}),
-    "native on a thread": Case(late=True, options={"algorithm": "native", "overlap": "thread", "bucket_mb": _LAYER_MB}),
-    "3 micro-steps": Case("adamw", micro_steps=3, options={"bucket_mb": _LAYER_MB}),
-    "2 micro-steps of wide": Case(model="wide", micro_steps=2, steps=3),
-    "3 micro-steps, native, thread": Case(
-        micro_steps=3, late=True, options={"algorithm": "native", "overlap": "thread", "bucket_mb": _LAYER_MB}
-    ),
-    "fp64": Case("adamw", dtype=torch.float64),
+_SCHEDULERS: Final[dict[str, Callable[[Any], LRScheduler]]] = {
+    "step": lambda it: StepLR(it, step_size=2, gamma=0.5),
+    "one cycle": lambda it: OneCycleLR(it, max_lr=0.2, total_steps=8),
+    "plateau": lambda it: ReduceLROnPlateau(it, factor=0.5, patience=1),
+    "sequential": lambda it: SequentialLR(it, [LambdaLR(it, lambda n: 0.1 * (n + 1)), StepLR(it, 1, 0.9)], [2]),
 }
 
 
-def test_two_ranks_train_bit_for_bit_as_under_ddp(subtests: pytest.Subtests) -> None:
-    first, second = run_ranks(_both, 2, _CASES)
-    for name, case in _CASES.items():
-        with subtests.test(name):
-            ring, ddp = first[name]
-            _assert_ranks_agree([ring, second[name][0]])
-            _assert_trained_alike(ring, ddp)
-            for option in ("algorithm", "overlap"):
-                if option in case.options:
-                    assert getattr(ring.stats, option) == case.options[option]
+def _scheduled(side: Side, name: str) -> Sequence[Any]:
+    model = small_model()
+    optimizer = side.wrap(momentum(model), model)
+    learning_rates: list[Any] = []
+    with warnings.catch_warnings(record=True) as caught:  # such as of a scheduler that steps before its optimizer
+        warnings.simplefilter("always")
+        scheduler = _SCHEDULERS[name](optimizer)
+        for step in range(6):
+            train(side, model, optimizer, [step])
+            scheduler.step(*[1.0] if name == "plateau" else [])
+            learning_rates += [optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]]
+        _SCHEDULERS[name](optimizer).load_state_dict(scheduler.state_dict())
+    unexpected = [str(w.message) for w in caught if "deprecat" not in str(w.message).lower()]
+    return [*learning_rates, unexpected, *values(model)]
 
 
-_OF_THREE = (
-    "adamw", "wide", "native", "direct on a thread", "hierarchical", "3 micro-steps, native, thread", "fp64",
-)  # fmt: skip
+def _saved_and_loaded(side: Side, into: str) -> Sequence[Any]:
+    """Train 2 steps, save, train 2 more; then again from the checkpoint. Both ends."""
+    model = small_model()
+    optimizer = side.wrap(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+    train(side, model, optimizer, range(2))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    checkpoint = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    train(side, model, optimizer, range(2, 4))
+    uninterrupted = values(model)
+    if into == "itself":
+        again, other = model, optimizer
+    else:
+        again = small_model(seed=8)
+        other = torch.optim.AdamW(again.parameters(), lr=0.5)
+    again.load_state_dict(checkpoint["model"])
+    if into == "wrapped":
+        other = side.wrap(other, again)
+    other.load_state_dict(checkpoint["optimizer"])
+    if into == "plain, then wrapped":
+        other = side.wrap(other, again)
+    train(side, again, other, range(2, 4))
+    return [sorted(checkpoint["optimizer"]), *uninterrupted, *values(again)]
 
 
-@grid("name", list(_CASES), keep=lambda name: name in _OF_THREE)
-def test_three_ranks_average_within_rounding(name: str) -> None:
-    """Two additions, one product with a factor 1/3 that is itself rounded: 4 roundings. DDP stays in the same bound."""
-    case = _CASES[name]
-    runs = run_pooled(_train_case, 3, case, "ring")
-    _assert_ranks_agree(runs)
-    _assert_means(runs, 4, case.dtype)
+def _copied(side: Side, how: str) -> Sequence[Any]:
+    def copy_of(given: tuple[nn.Module, Any]) -> tuple[nn.Module, Any]:
+        return copy.deepcopy(given) if how == "deepcopy" else pickle.loads(pickle.dumps(given))
+
+    model = small_model()
+    optimizer = side.wrap(momentum(model), model)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.9)
+    train(side, model, optimizer, range(2))
+    scheduler.step()
+    other_model, other = copy_of((model, optimizer))
+    train(side, other_model, other, range(2, 4))  # the copy on its own data, then both in turns
+    for step in range(4, 6):
+        train(side, model, optimizer, [step])
+        train(side, other_model, other, [step + 1])
+    third_model, third = copy_of((other_model, other))  # a copy of a copy, which nothing has connected yet
+    third.zero_grad()
+    third.step()
+    train(side, third_model, third, [6])
+    return [isinstance(other, torch.optim.Optimizer), *values(model), *values(other_model), *values(third_model)]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_ddp_keeps_to_the_bound_too(world_size: int) -> None:
-    results = run_ranks(_both, world_size, {"adamw": Case("adamw")})
-    ring, ddp = zip(*(result["adamw"] for result in results), strict=True)
-    _assert_means(list(ddp), world_size + 1, torch.float32)
-    if world_size == 1:
-        _assert_trained_alike(ring[0], ddp[0])
+def _dropped(side: Side) -> Sequence[Any]:
+    """As in a notebook: the cell that wraps is run again. The optimizer that is gone gives its parameters back."""
+    model = small_model()
+    for start in range(0, 6, 2):
+        optimizer = None
+        optimizer = side.wrap(momentum(model), model)
+        StepLR(optimizer, 1)
+        train(side, model, optimizer, range(start, start + 2))
+    return values(model)
 
 
-@pytest.mark.parametrize("case", [Case(), Case("adamw"), Case("adamw", micro_steps=2)], ids=["sgd", "adamw", "micro"])
-def test_a_world_of_one_is_the_plain_optimizer(case: Case) -> None:
-    [ring], [plain] = run_pooled(_train_case, 1, case, "ring"), run_pooled(_train_case, 1, case, "alone")
-    _assert_trained_alike(ring, plain)
-    _assert_means([ring], 0, torch.float32)
+def _grown(side: Side) -> Sequence[Any]:
+    body, head = small_model(), nn.Linear(2, 2).double()
+    optimizer = side.wrap(momentum(body), body)
+    train(side, body, optimizer, range(2))
+    torch.manual_seed(20 + side.mine[0])  # every rank makes another head; rank 0's counts
+    head.load_state_dict(nn.Linear(2, 2).double().state_dict())
+    optimizer.add_param_group({"params": head.parameters(), "lr": 0.3})
+    whole = nn.Sequential(body, head)
+    train(side, whole, optimizer, range(2, 5))
+    return [len(optimizer.param_groups), *values(whole)]
 
 
-def _one_process(case: Case, world_size: int) -> Iterator[list[Tensor]]:
-    model = _case_model(case)
-    optimizer = _case_optimizer(case, model)
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        for micro_step in range(case.micro_steps):
-            of_ranks = [_case_batch(case, rank, step, micro_step) for rank in range(world_size)]
-            _case_loss(model, (torch.cat([x for x, _ in of_ranks]), torch.cat([y for _, y in of_ranks]))).backward()
+# Zeroing, clipping, closures
+
+
+def _by_hand(model: nn.Module) -> None:
+    """As PyTorch once did."""
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.detach_()
+        p.grad.zero_()
+
+
+_ZEROING: Final[dict[str, Callable[[nn.Module, Any], object]]] = {
+    "optimizer": lambda model, it: it.zero_grad(),
+    "optimizer, in place": lambda model, it: it.zero_grad(set_to_none=False),
+    "wrapped optimizer": lambda model, it: getattr(it, "optimizer", it).zero_grad(),
+    "wrapped optimizer, in place": lambda model, it: getattr(it, "optimizer", it).zero_grad(set_to_none=False),
+    "model": lambda model, it: model.zero_grad(),
+    "model, in place": lambda model, it: model.zero_grad(set_to_none=False),
+    "by hand": lambda model, it: [setattr(p, "grad", None) for p in model.parameters()],
+    "by hand, anew": lambda model, it: [setattr(p, "grad", torch.zeros_like(p)) for p in model.parameters()],
+    "by hand, in place": lambda model, it: _by_hand(model),
+}
+
+
+def _zeroed(side: Side, way: str) -> Sequence[Any]:
+    model = small_model()
+    optimizer = side.wrap(momentum(model), model)
+    seen: list[Any] = []
+    for step in range(4):
+        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
         optimizer.step()
-        yield [p.detach().clone() for p in model.parameters()]
+        _ZEROING[way](model, optimizer)
+        seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    if way != "by hand, anew":
+        optimizer.step()  # nothing, or zeros, on which momentum rolls on
+    return [*seen, *values(model)]
 
 
-@pytest.mark.parametrize(("world_size", "optimizer", "micro_steps"), [(2, "momentum", 3), (3, "adamw", 1)])
-def test_ranks_train_as_one_process_with_the_whole_batch(world_size: int, optimizer: str, micro_steps: int) -> None:
-    case = Case(optimizer, dtype=torch.float64, micro_steps=micro_steps, steps=6, options={"bucket_mb": _LAYER_MB})
-    runs = run_pooled(_train_case, world_size, case, "ring")
-    _assert_ranks_agree(runs)
-    for actual, expected in zip(runs[0].parameters, _one_process(case, world_size), strict=True):
-        for mine, theirs in zip(actual, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+def _clipped(side: Side, kind: str) -> Sequence[Any]:
+    model = small_model()
+    norms: list[Any] = []
+
+    def clip(step: int) -> None:
+        if kind == "value":
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        else:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=kind == "foreach"))
+
+    train(side, model, side.wrap(momentum(model), model), range(3), before_step=clip)
+    return [*norms, *values(model)]
 
 
-def test_direct_does_not_depend_on_the_bucket_layout() -> None:
-    """It adds in rank order, so every element meets the same roundings wherever it lies."""
-    options = [{"algorithm": "direct", "bucket_mb": size, "overlap": overlap} for size in (0, _LAYER_MB, 25.0)
-               for overlap in ("inline", "thread")]  # fmt: skip
-    digests = [digest(run_pooled(_train_case, 3, Case(options=each), "ring")[0].parameters[-1]) for each in options]
-    assert_same_on_all_ranks(digests)
+def _closure(side: Side, kind: str) -> Sequence[Any]:
+    """The loss that they return is the mean over ranks: LBFGS branches on it, and has to branch alike everywhere."""
+    model = small_model()
+    if "sgd" in kind:
+        plain: torch.optim.Optimizer = momentum(model)
+    else:
+        search = "strong_wolfe" if kind == "lbfgs, wolfe" else None
+        plain = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=search)
+    optimizer = side.wrap(plain, model)
+    losses = []
+    for _ in range(3):
+
+        def closure() -> Tensor | float | None:
+            optimizer.zero_grad()
+            if kind == "lbfgs, a rank skips" and side.mine == (1,):
+                optimizer.skip()
+                return None
+            loss = side.mean(lambda rank: loss_on(model, 0 if kind == "lbfgs, a rank skips" else rank, 0))
+            loss.backward()
+            return loss.item() if kind == "sgd, a number" else loss
+
+        loss = optimizer.step(closure) if "sgd" in kind else optimizer.step(closure=closure)
+        losses.append(float(torch.as_tensor(loss).detach()))
+    return [*losses, *values(model)]
 
 
-def test_these_comparisons_fail_without_a_reduction() -> None:
-    """The negative control: ranks have different data, so training alone must be told from training together."""
-    alone = run_pooled(_train_case, 2, Case(), "alone")
-    [ring, _] = run_pooled(_train_case, 2, Case(), "ring")
+# Several optimizers and models
+
+
+def _two_optimizers(side: Side, options: dict[str, Any]) -> Sequence[Any]:
+    model = small_model()
+    body = side.wrap(torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1), model, **options)
+    head = side.wrap(torch.optim.AdamW(model[4].parameters(), lr=0.01), model)
+    for step in range(6):
+        head.zero_grad()
+        train(side, model, body, [step], before_step=lambda step: step % 3 != 1 and head.step())
+    return values(model)
+
+
+def _gan(side: Side, ranks_differ: str) -> Sequence[Any]:
+    generator, critic = small_model(seed=1), nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    of_generator = side.wrap(torch.optim.Adam(generator.parameters(), lr=0.01), generator)
+    of_critic = side.wrap(torch.optim.Adam(critic.parameters(), lr=0.02), critic)
+
+    def critic_loss(rank: int, step: int) -> Tensor:
+        x, y = batch(rank, step)
+        fake = generator(x).detach()
+        if ranks_differ == "critic sees no fakes" and rank == 1:
+            return critic(y).square().mean()
+        return critic(fake).square().mean() - critic(y).mean()
+
+    def generator_loss(rank: int, step: int) -> Tensor:
+        x, _ = batch(rank, step)
+        if ranks_differ == "no critic" and rank == 1:
+            return generator(x).square().mean()
+        return -critic(generator(x)).mean()
+
+    for step in range(4):
+        train(side, critic, of_critic, [step], critic_loss)
+        train(side, generator, of_generator, [step], generator_loss)  # the critic's gradients wait for its zero_grad
+    return [*values(generator), *values(critic)]
+
+
+def _in_another_order(side: Side) -> Sequence[Any]:
+    """Two models, two backwards, which every other rank does in the other order."""
+    models = [small_model(seed=1), small_model(seed=2)]
+    optimizers = [side.wrap(momentum(model), model) for model in models]
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for rank in side.mine:
+            for model in models if rank % 2 == 0 else reversed(models):
+                (loss_on(model, rank, step) / len(side.mine)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return [*values(models[0]), *values(models[1])]
+
+
+_THREAD: Final[dict[str, Any]] = {"overlap": "thread", "bucket_mb": 25.0}
+_NATIVE: Final[dict[str, Any]] = {"algorithm": "native"}
+_NATIVE_THREAD: Final[dict[str, Any]] = {"algorithm": "native", "overlap": "thread"}
+
+# By what they are about, and by name: a script and its arguments.
+CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
+    "unused parameters": {
+        **{f"{usage}, {none}": (branches, usage, none, {}) for usage in USAGE for none in (True, False)},
+        "on a thread": (branches, "other sets each step", True, _THREAD),
+        "native": (branches, "other sets each step", True, _NATIVE),
+    },
+    "gradients of the script": {
+        "slices of one tensor": (_owned, "slices", "all", {}),
+        "one bucket": (_owned, "slices", "all", {"bucket_mb": 25.0}),
+        "native, on a thread": (_owned, "slices", "all", _NATIVE_THREAD),
+        "slices, a rank skips": (_owned, "slices", "skipped", {}),
+        "slices, thawed": (_owned, "slices", "unfrozen", {}),
+        "slices, no more used": (_owned, "slices", "until the third step", {}),
+        "other memory": (_owned, "other memory", "skipped", {}),
+        "other memory, frozen": (_owned, "other memory", "frozen", {}),
+        "torchring's, cached": (_owned, "cached", "failing", {}),
+        "kept over zero_grad": (keeping, "the gradient"),
+        "kept, detached": (keeping, "detached"),
+        "with other strides": (_restrided,),
+    },
+    "several backwards": {
+        how: (accumulating, how)
+        for how in (
+            *("two backwards", "two backwards, zeroed in place", "no_sync", "synchronize", "accumulate"),
+            *("accumulate, two are left", "accumulate, two are dropped", "accumulate in no_sync"),
+        )
+    },
+    "kinds of parameters": {
+        **{kind: (of_kind, kind, {}) for kind in KINDS},
+        "tied, one bucket": (of_kind, "tied", {"bucket_mb": 25.0}),
+        "tied, native, on a thread": (of_kind, "tied", _NATIVE_THREAD),
+        **{
+            f"sparse {sparse}, {none}": (sparse_words, sparse, none)
+            for sparse in (True, False)
+            for none in (True, False)
+        },
+        **{f"freezing {plan}": (frozen, plan) for plan in ("ffttt", "ttfff", "ttfftt", "fttff", "ftftft")},
+        "unfreezing with micro-steps": (_thawed_on_accumulation,),
+        "summed": (summed, None),
+    },
+    "the graph": {
+        **{
+            f"checkpoints: {how}": (checkpointed, how, {})
+            for how in (
+                *("not reentrant", "not reentrant, layer used twice", "reentrant", "reentrant, two segments"),
+                *("reentrant, nested", "all inside a reentrant one"),
+            )
+        },
+        "checkpoints, on a thread": (checkpointed, "reentrant, two segments", _THREAD),
+        **{
+            game: (graph_games, game)
+            for game in ("retain_graph", "gradient penalty", "gradient of parameters", "inputs=", "hooks on tensors")
+        },
+        "a backward in a hook": (_cached, 1),
+        "three backwards in a hook": (_cached, 3),
+        "an exception, early": (failing, 1, {}),
+        "an exception, one bucket": (failing, 1, {"bucket_mb": 25.0}),
+        "an exception, on a thread": (failing, 1, {"overlap": "thread"}),
+        "an exception, native": (failing, 1, _NATIVE),
+        "an exception, late": (failing, 5, {}),
+        **{f"layers {order}": (ordered, order, {}) for order in ORDERS},
+        "layers on a thread": (ordered, "another each step", {"overlap": "thread"}),
+        "layers, native": (ordered, "another each step", _NATIVE),
+    },
+    "PyTorch": {
+        "parametrizations": (_parametrized,),
+        "weight_norm": (_weight_norm,),
+        "LoRA": (_low_rank,),
+        "torch.func": (_functional,),
+        "recurrent cells": (_recurrent,),
+        "SWA and EMA": (_averaged,),
+        "default device": (_elsewhere, "direct"),
+        "default device, native": (_elsewhere, "native"),
+    },
+    "optimizers": {
+        **{name: (_with_optimizer, name) for name in _OPTIMIZERS},
+        **{f"schedule: {name}": (_scheduled, name) for name in _SCHEDULERS},
+        **{f"GradScaler, {kind}": (amp, kind, None) for kind in ("plain", "clipped", "fused")},
+        **{f"GradScaler, {kind}, inf on rank 1": (amp, kind, 2) for kind in ("plain", "clipped", "fused")},
+        **{f"SAM, {how}": (_sam, how) for how in ("together", "own", "nan")},
+        **{f"load into {into}": (_saved_and_loaded, into) for into in ("itself", "plain, then wrapped", "wrapped")},
+        "deepcopy": (_copied, "deepcopy"),
+        "pickle": (_copied, "pickle"),
+        "run again in a notebook": (_dropped,),
+        "a group is added": (_grown,),
+    },
+    "zeroing and clipping": {
+        **{way: (_zeroed, way) for way in _ZEROING},
+        **{f"clip, {kind}": (_clipped, kind) for kind in ("foreach", "loop", "value")},
+    },
+    "closures": {
+        kind: (_closure, kind) for kind in ("sgd", "sgd, a number", "lbfgs", "lbfgs, wolfe", "lbfgs, a rank skips")
+    },
+    "several": {
+        "optimizers": (_two_optimizers, {}),
+        "optimizers, on a thread": (_two_optimizers, {"overlap": "thread"}),
+        "optimizers, native": (_two_optimizers, _NATIVE),
+        "models": (_gan, ""),
+        "models, one unused on rank 1": (_gan, "no critic"),
+        "models, one used otherwise on rank 1": (_gan, "critic sees no fakes"),
+        "models in another order": (_in_another_order,),
+    },
+    "in 16 bits": {
+        "summed": (summed, "bf16"),
+        "gradients of the script": (_owned, "slices", "all", {"compression": "bf16"}),
+        "autocast": (amp, "autocast", None),
+        "autocast, inf on rank 1": (amp, "autocast", 2),
+    },
+}
+_TOLERANCES: Final = {"closures": 1e-7, "in 16 bits": 2e-2}
+
+
+@pytest.mark.parametrize("about", CASES)
+def test_ranks_train_as_one_process(about: str, subtests: pytest.Subtests) -> None:
+    assert_each_as_one_process(CASES[about], subtests, tolerance=_TOLERANCES.get(about, 1e-9))
+
+
+def test_a_world_of_one_does_too(subtests: pytest.Subtests) -> None:
+    cases = CASES["several"] | {"a group is added": (_grown,)}
+    del cases["models in another order"]
+    assert_each_as_one_process(cases, subtests, world_size=1)
+
+
+def test_three_ranks_do_too(subtests: pytest.Subtests) -> None:
+    assert_each_as_one_process({"models in another order": (_in_another_order,)}, subtests, world_size=3)
+
+
+def _forgets_to_wrap(side: Side) -> Sequence[Any]:
+    model = small_model()
+    train(side, model, momentum(model), range(2))
+    return values(model)
+
+
+def test_without_wrapping_the_comparison_fails() -> None:
     with pytest.raises(AssertionError, match="elements differ"):
-        _assert_trained_alike(alone[0], ring)
-    with pytest.raises(AssertionError, match="rank 1 has"):
-        _assert_ranks_agree(alone)
-    with pytest.raises(AssertionError, match="roundings"):
-        _assert_means(alone, 4, torch.float32)
-    case = Case(dtype=torch.float64)
-    [lonely] = run_pooled(_train_case, 1, case, "alone")
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(lonely.parameters[0][0], next(_one_process(case, 2))[0], rtol=1e-9, atol=1e-11)
+        assert_as_one_process(_forgets_to_wrap)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": "thread"}, _NATIVE], ids=str)
+def test_mixed_dtypes(options: dict[str, Any]) -> None:
+    """Each in its own precision: one addition and an exact halving, so one rounding and that of the result."""
+    results = run_pooled(mixed, 2, {"bucket_mb": 1e-4, **options})
+    assert_same_on_all_ranks([digest(reduced) for _, reduced, _ in results])
+    assert_same_on_all_ranks([trained for _, _, trained in results])
+    for i, gradient in enumerate(results[0][1]):
+        parts = torch.stack([local[i].double() / 2 for local, _, _ in results])
+        assert gradient.dtype == results[0][0][i].dtype
+        assert_within_rounding(gradient, parts.sum(0), parts.abs().sum(0), 1, gradient.dtype)
+    with pytest.raises(AssertionError):  # the ranks' own gradients do differ
+        assert_same_on_all_ranks([digest(local) for local, _, _ in results])
+
+
+@ranks(2, start=run_ranks)
+def test_a_wrapped_model_is_compiled_without_a_graph_break(rank: int) -> None:
+    """And so is the same model that is not wrapped."""
+    torch._dynamo.reset()
+    counts = []
+    for side in (Side((rank,), False), Side((rank,), True)):
+        model = small_model()
+        train(side, model, side.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model), range(2))
+        counts.append(torch._dynamo.explain(model)(batch(rank, 0)[0]).graph_break_count)
+    assert counts == [0, 0]

@@ -5,7 +5,7 @@ In fp64 the two must agree to 1e-9, and the ranks among each other bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,32 @@ def assert_as_one_process(
     """script(side, *args) gives a list of tensors, None and numbers; returns those of the ranks, in rank order."""
     expected = script(Side(tuple(range(world_size)), False), *args)
     results = run(on_rank, world_size, script, args)
+    _assert_alike(results, expected, tolerance)
+    return results
+
+
+def in_turn(rank: int, world_size: int, cases: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """What each script leaves on this rank. Each has a world of its own."""
+    results = {}
+    for name, (script, *args) in cases.items():
+        print(name)  # the last one in the output is the one that failed
+        results[name] = script(Side((rank,), True), *args)
+        torchring.shutdown()
+    return results
+
+
+def assert_each_as_one_process(
+    cases: Mapping[str, Sequence[Any]], subtests: pytest.Subtests, world_size: int = 2, tolerance: float = 1e-9
+) -> None:
+    """The same for scripts and their arguments, by name, one after another on the same ranks."""
+    per_rank = run_pooled(in_turn, world_size, cases)
+    for name, (script, *args) in cases.items():
+        with subtests.test(name):
+            expected = script(Side(tuple(range(world_size)), False), *args)
+            _assert_alike([results[name] for results in per_rank], expected, tolerance)
+
+
+def _assert_alike(results: Sequence[Sequence[Any]], expected: Sequence[Any], tolerance: float) -> None:
     assert expected
     for result in results:
         assert len(result) == len(expected)
@@ -62,10 +88,9 @@ def assert_as_one_process(
                 results[0][i], right, rtol=tolerance, atol=tolerance, msg=lambda m, i=i: f"{i}: {m}"
             )
         elif isinstance(right, float):
-            assert [result[i] for result in results] == [pytest.approx(right, rel=tolerance)] * world_size
+            assert [result[i] for result in results] == [pytest.approx(right, rel=tolerance)] * len(results)
         else:
-            assert [result[i] for result in results] == [right] * world_size
-    return results
+            assert [result[i] for result in results] == [right] * len(results)
 
 
 def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -98,11 +123,19 @@ def attempt(action: Callable[[], Any]) -> str:
     return ""
 
 
-def train(side: Side, model: nn.Module, optimizer: Any, steps: Sequence[int]) -> None:
-    """An ordinary loop over these steps."""
+def train(
+    side: Side,
+    model: nn.Module,
+    optimizer: Any,
+    steps: Sequence[int],
+    loss: Callable[[int, int], Tensor] | None = None,
+    before_step: Callable[[int], object] = lambda step: None,
+) -> None:
+    """An ordinary loop over these steps. loss(rank, step) is that of `loss_on` if not given."""
     for step in steps:
         optimizer.zero_grad()
-        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
+        side.mean(lambda rank, step=step: loss(rank, step) if loss else loss_on(model, rank, step)).backward()
+        before_step(step)
         optimizer.step()
 
 
