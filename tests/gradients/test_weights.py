@@ -12,18 +12,23 @@ import torch
 from torch import Tensor, nn
 
 import torchring
-from tests.support.checks import assert_same_on_all_ranks
-from tests.support.grids import grid
+from tests.support.checks import digest
 from tests.support.harness import ranks, run_pooled, run_ranks
 from tests.support.scripts import Raises
-from tests.support.training import TINY_MB, attempt, small_model, values
+from tests.support.training import (
+    TINY_MB,
+    Side,
+    assert_as_one_process,
+    attempt,
+    momentum,
+    small_model,
+    values,
+)
 from torchring.default_world import default_world
 from torchring.elastic.worker.membership import MembershipChange, MembershipVote
 from torchring.errors import GradientError
-from torchring.gradients import weights
+from torchring.gradients.weights import check_weight
 from torchring.optimizer import rejoin
-
-_STEPS = 4
 
 
 def _samples(rank: int, step: int, micro: int) -> Tensor:
@@ -34,100 +39,68 @@ def _samples(rank: int, step: int, micro: int) -> Tensor:
 
 def _loss(model: nn.Module, samples: Tensor) -> Tensor:
     """The mean over the samples; NaN if there are none."""
+    samples = samples.to(next(model.parameters()).dtype)
     return nn.functional.mse_loss(model(samples[:, :4]), samples[:, 4:])
 
 
-def _as_one(ranks: int, micros: int, dtype: torch.dtype) -> list[Tensor]:
-    """One process: each step takes the mean over the samples of all ranks and micro-steps."""
-    model = small_model(dtype)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(_STEPS):
-        sgd.zero_grad()
-        parts = [_samples(rank, step, micro).to(dtype) for rank in range(ranks) for micro in range(micros)]
-        _loss(model, torch.cat(parts)).backward()
-        sgd.step()
-    return values(model)
-
-
-def _weighted(
-    rank: int, size: int, micros: int, how: str, dtype: torch.dtype, unit: float, options: dict[str, Any]
-) -> list[Tensor]:
-    model = small_model(dtype)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def _weighted(side: Side, micros: int, how: str, unit: float, options: dict[str, Any]) -> list[Tensor]:
+    """Each step takes the mean over the samples of all ranks and micro-steps."""
+    model = small_model(torch.float32 if "compression" in options else torch.float64)
     accumulate = micros if how == "accumulate" else 1
-    optimizer = torchring.wrap(sgd, model, accumulate=accumulate, **{"bucket_mb": TINY_MB, **options})
-    for step in range(_STEPS):
+    optimizer = side.wrap(momentum(model), model, accumulate=accumulate, **options)
+    for step in range(4):
         (optimizer if step < 3 else model).zero_grad(set_to_none=step != 2)
-        for micro in range(micros):
-            samples = _samples(rank, step, micro).to(dtype)
-            optimizer.weigh(len(samples) * unit)
-            if how == "no_sync" and micro + 1 < micros:
-                with optimizer.no_sync():
-                    _loss(model, samples).backward()
-            else:
+        parts = [_samples(rank, step, micro) for rank in side.mine for micro in range(micros)]
+        for micro, samples in enumerate(parts if side.is_wrapped else [torch.cat(parts)]):
+            if side.is_wrapped:
+                optimizer.weigh(len(samples) * unit)
+            is_local = side.is_wrapped and how == "no_sync" and micro + 1 < micros
+            with optimizer.no_sync() if is_local else contextlib.nullcontext():
                 _loss(model, samples).backward()
         optimizer.step()
     return values(model)
 
 
-def _check(results: Sequence[list[Tensor]], expected: list[Tensor], tolerance: float = 1e-9) -> None:
-    for i, right in enumerate(expected):
-        assert_same_on_all_ranks([result[i] for result in results])
-        torch.testing.assert_close(results[0][i], right, rtol=tolerance, atol=tolerance)
-
-
-@grid(
-    "micros, how, size",
-    [1, 3],
-    ["accumulate", "no_sync"],
-    [2, 3],
-    keep=lambda micros, how, size: (micros > 1) == (how == "no_sync" or size == 3),
+@pytest.mark.parametrize(
+    ("size", "micros", "how", "options"),
+    [
+        (1, 3, "accumulate", {}),
+        (1, 3, "no_sync", {}),
+        (2, 1, "accumulate", {}),
+        (2, 3, "no_sync", {}),
+        (3, 3, "accumulate", {}),
+        (2, 2, "no_sync", {"overlap": "thread"}),
+        (2, 2, "no_sync", {"bucket_mb": 25.0}),
+        (3, 2, "no_sync", {"algorithm": "native"}),
+    ],
 )
-def test_the_mean_is_over_all_samples(micros: int, how: str, size: int) -> None:
-    results = run_pooled(_weighted, size, micros, how, torch.float64, 1, {})
-    _check(results, _as_one(size, micros, torch.float64))
+def test_the_mean_is_over_all_samples(size: int, micros: int, how: str, options: dict[str, Any]) -> None:
+    assert_as_one_process(_weighted, micros, how, 1, options, world_size=size)
 
 
 @pytest.mark.parametrize("unit", [1.0, 1e-3, 4096.0, 3e5], ids=str)
 def test_weights_of_any_size_in_16_bits(unit: float) -> None:
-    results = run_pooled(_weighted, 2, 2, "accumulate", torch.float32, unit, {"compression": "bf16"})
-    _check(results, _as_one(2, 2, torch.float32), 0.02)
+    assert_as_one_process(_weighted, 2, "accumulate", unit, {"compression": "bf16"}, tolerance=0.02)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"algorithm": "native"}, {"overlap": "thread"}, {"bucket_mb": 25.0}],
-    ids=str,
-)
-def test_by_every_way_to_reduce(options: dict[str, Any]) -> None:
-    results = run_pooled(_weighted, 3, 2, "no_sync", torch.float64, 1, options)
-    _check(results, _as_one(3, 2, torch.float64))
+@ranks(2)
+def test_equal_weights_change_no_bit(rank: int) -> None:
+    trained = []
+    for weight in (None, 8):
+        model = small_model(torch.float32)
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, bucket_mb=TINY_MB)
+        for step in range(3):
+            optimizer.zero_grad()
+            if weight is not None:
+                optimizer.weigh(weight)
+            _loss(model, _samples(rank + 1, step + 1, 1)).backward()
+            optimizer.step()
+        optimizer.close()
+        trained.append(digest(model.parameters()))
+    assert trained[0] == trained[1]
 
 
-def test_a_world_of_one() -> None:
-    for how in ("accumulate", "no_sync"):
-        _check([_weighted(0, 1, 3, how, torch.float64, 1, {})], _as_one(1, 3, torch.float64))
-
-
-def _equal_weights(rank: int, size: int, weight: float | None) -> list[Tensor]:
-    model = small_model(torch.float32)
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, bucket_mb=TINY_MB)
-    for step in range(3):
-        optimizer.zero_grad()
-        if weight is not None:
-            optimizer.weigh(weight)
-        _loss(model, _samples(rank + 1, step + 1, 1).float()).backward()
-        optimizer.step()
-    return values(model)
-
-
-def test_equal_weights_change_no_bit() -> None:
-    plain, weighted = (run_pooled(_equal_weights, 2, weight) for weight in (None, 8))
-    for mine, theirs in zip(plain[0], weighted[0], strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def _kinds(rank: int, size: int, compression: str | None) -> list[Tensor]:
+def _kinds(side: Side, compression: str | None) -> list[Tensor]:
     """Large, sparse, complex, unused and frozen parameters, the last of which thaws; gradients that lie in the wire."""
     torch.manual_seed(0)
     large, words = nn.Linear(300, 300).double(), nn.Embedding(5, 300, sparse=True, dtype=torch.float64)
@@ -135,72 +108,53 @@ def _kinds(rank: int, size: int, compression: str | None) -> list[Tensor]:
     late, unused = nn.Parameter(torch.ones(3).double(), requires_grad=False), nn.Parameter(torch.ones(2).double())
     model = nn.ParameterDict({"phase": phase, "late": late, "unused": unused})
     model["large"], model["words"] = large, words  # type: ignore[assignment]
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = torchring.wrap(sgd, model, compression=compression) if size > 1 else sgd
-    for step in range(3):
+    optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, bucket_mb=None, compression=compression)
+    for step, shares in enumerate([(1.0, 3.0), (2.0, 2.0), (0.5, 1.5)]):
         late.requires_grad_(step == 2)
         optimizer.zero_grad(set_to_none=step == 0)
-        total = torch.zeros(()).double()
-        shares = {0: (1.0, 3.0), 1: (2.0, 2.0), 2: (0.5, 1.5)}[step]
-        for r in range(2) if size == 1 else (rank,):
-            loss = large(words(torch.tensor([r, step]))).square().mean() * (r + 1)
-            loss = loss + (phase * (1 + r + 1j)).abs().sum() + (late * (r + step)).sum()
-            total = total + (loss * shares[r] / sum(shares) if size == 1 else loss)
-        if size > 1:
-            optimizer.weigh(shares[rank])
-        total.backward()
+
+        def loss_of(rank: int, step: int = step) -> Tensor:
+            loss = large(words(torch.tensor([rank, step]))).square().mean() * (rank + 1)
+            return loss + (phase * (1 + rank + 1j)).abs().sum() + (late * (rank + step)).sum()
+
+        if side.is_wrapped:
+            optimizer.weigh(shares[side.mine[0]])
+        losses = torch.stack([loss_of(rank) * shares[rank] for rank in side.mine])
+        (losses.sum() / sum(shares[rank] for rank in side.mine)).backward()
         optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+    return values(model)
 
 
-@grid("compression", [None, "bf16"], keep=lambda compression: True)
+@pytest.mark.parametrize("compression", [None, "bf16"])
 def test_all_kinds_of_parameters(compression: str | None) -> None:
-    _check(run_pooled(_kinds, 2, compression), _kinds(0, 1, None), 0.02 if compression else 1e-9)
+    assert_as_one_process(_kinds, compression, tolerance=0.02 if compression else 1e-9)
 
 
 # Skipping
 
 
-def _skips(rank: int, step: int) -> bool:
-    return (rank + step) % 3 == 0
-
-
-def _skipping(rank: int, size: int, weighs: bool, options: dict[str, Any]) -> list[Tensor]:
+def _skipping(side: Side, weighs: bool, options: dict[str, Any]) -> list[Tensor]:
     model = small_model()
-    adam = torch.optim.Adam(model.parameters(), lr=0.05)
-    optimizer = torchring.wrap(adam, model, **{"bucket_mb": TINY_MB, **options})
+    optimizer = side.wrap(torch.optim.Adam(model.parameters(), lr=0.05), model, **options)
     for step in range(6):
         if step != 3:
             optimizer.zero_grad()
-        if _skips(rank, step):
+        parts = [_samples(rank + 1, 1, step) for rank in side.mine if (rank + step) % 3]
+        if not parts:
             optimizer.skip()
         else:
-            samples = _samples(rank + 1, 1, step)
-            if weighs:
-                optimizer.weigh(len(samples))
-            _loss(model, samples).backward()
+            shares = [len(part) if weighs else 1 for part in parts]
+            if side.is_wrapped and weighs:
+                optimizer.weigh(shares[0])
+            losses = [_loss(model, part) * share for part, share in zip(parts, shares, strict=True)]
+            (torch.stack(losses).sum() / sum(shares)).backward()
         optimizer.step()
     return values(model)
 
 
-def _skipping_as_one(size: int, weighs: bool) -> list[Tensor]:
-    model = small_model()
-    adam = torch.optim.Adam(model.parameters(), lr=0.05)
-    for step in range(6):
-        if step != 3:
-            adam.zero_grad()
-        parts = [_samples(rank + 1, 1, step) for rank in range(size) if not _skips(rank, step)]
-        shares = [len(part) if weighs else 1 for part in parts]
-        losses = [_loss(model, part) * share for part, share in zip(parts, shares, strict=True)]
-        (torch.stack(losses).sum() / sum(shares)).backward()
-        adam.step()
-    return values(model)
-
-
-@pytest.mark.parametrize("options", [{}, {"algorithm": "native"}], ids=str)
-@pytest.mark.parametrize("weighs", [False, True])
+@pytest.mark.parametrize(("weighs", "options"), [(False, {}), (True, {}), (True, {"algorithm": "native"})])
 def test_the_mean_is_over_ranks_that_do_not_skip(weighs: bool, options: dict[str, Any]) -> None:
-    _check(run_pooled(_skipping, 3, weighs, options), _skipping_as_one(3, weighs))
+    assert_as_one_process(_skipping, weighs, options, world_size=3)
 
 
 @ranks(2)
@@ -311,10 +265,6 @@ def test_gradients_of_an_earlier_backward_stay_where_a_rank_skips(skips: Sequenc
     ("how", "said"),
     [
         ("-1", "ValueError: a weight must be 0, or from 0.000976562 to 2.68435e+08, got -1"),
-        ("float('nan')", "ValueError: a weight must be 0, or from"),
-        ("float('inf')", "ValueError: a weight must be 0, or from"),
-        ("'3'", "TypeError: a weight is a number of samples or tokens, got str"),
-        ("True", "TypeError: a weight is a number of samples or tokens, got bool"),
         ("sum", "ValueError: weigh() takes op='mean'"),
         ("twice", "GradientError: weigh() was called twice before one backward()"),
         ("after an unweighted one", "GradientError: weigh() was called after a backward() without a weight"),
@@ -376,7 +326,7 @@ def test_what_cannot_be_weighed_is_an_error_on_all_ranks(how: str, said: str, ra
             with optimizer.no_sync():
                 optimizer.weigh(2)
         else:
-            optimizer.weigh(eval(how))
+            optimizer.weigh(-1)
         _loss(model, samples).backward()
 
     problem, of_step = attempt(run), attempt(lambda: optimizer.step())
@@ -385,8 +335,13 @@ def test_what_cannot_be_weighed_is_an_error_on_all_ranks(how: str, said: str, ra
         assert of_step.startswith("GradientError"), of_step
 
 
-def test_numbers_of_other_types_are_weights() -> None:
-    assert [weights.check_weight(w) for w in (3, 0, 0.5, torch.tensor(7), torch.tensor([2.5]))] == [3, 0, 0.5, 7, 2.5]
+def test_what_is_a_weight() -> None:
+    assert [check_weight(w) for w in (3, 0, 0.5, torch.tensor(7), torch.tensor([2.5]))] == [3, 0, 0.5, 7, 2.5]
+    for wrong in (float("nan"), float("inf"), 2.0**29, 2.0**-11):
+        assert attempt(lambda wrong=wrong: check_weight(wrong)).startswith("ValueError: a weight must be 0, or from ")
+    for wrong in ("3", True):
+        said = attempt(lambda wrong=wrong: check_weight(wrong))
+        assert said == f"TypeError: a weight is a number of samples or tokens, got {type(wrong).__name__}"
 
 
 # Odd ways through
@@ -681,7 +636,7 @@ def test_odd_ways_in_a_world_of_one() -> None:
     assert _first(weight) == [2.0]
 
 
-def _sparse_alone(rank: int, size: int) -> Tensor:
+def test_sparse_gradients_of_one_rank_have_the_weights_of_their_micro_steps() -> None:
     words = nn.Embedding(3, 1, sparse=True)
     with torch.no_grad():
         words.weight.fill_(1.0)
@@ -690,9 +645,4 @@ def _sparse_alone(rank: int, size: int) -> Tensor:
         optimizer.weigh(weight)
         words(torch.tensor([int(weight) - 1])).sum().backward()
     optimizer.step()
-    return words.weight.detach().flatten()
-
-
-def test_sparse_gradients_of_one_rank_have_the_weights_of_their_micro_steps() -> None:
-    [found] = run_ranks(_sparse_alone, 1)
-    assert found.tolist() == [0.75, 1.0, 0.25]
+    assert words.weight.flatten().tolist() == [0.75, 1.0, 0.25]
