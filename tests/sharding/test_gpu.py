@@ -15,14 +15,14 @@ from torch import Tensor, nn
 import torchring
 from tests.devices.test_gpu import DEADLINE, SHARED, pretend_hosts
 from tests.sharding import test_step
-from tests.sharding.test_step import _assert_equal_states
+from tests.sharding.test_step import assert_equal_states
 from tests.support.harness import ranks, run_ranks
 
 pytestmark = pytest.mark.gpu
 
 _SHAPES = ((3000, 700), (40, 3, 3, 3), (9001,), (), (512, 513), (2, 5))  # the first would be several shards on the CPU
 _KINDS: dict[str, Callable[[Any], Any]] = {
-    **test_step._KINDS,
+    **test_step.KINDS,
     "AdamW for-loop": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
     "AdamW capturable": lambda p: torch.optim.AdamW(p, lr=0.01, capturable=True),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
@@ -60,7 +60,7 @@ def _compare(rank: int, size: int, algorithm: str, hosts: Sequence[int] = ()) ->
         (plain, expected), (sharded, found) = outcomes
         problems += [f"{kind}: {s}" for s, a, b in zip(_SHAPES, plain, sharded, strict=True) if not torch.equal(a, b)]
         try:
-            _assert_equal_states(expected, found)
+            assert_equal_states(expected, found)
         except AssertionError as error:
             problems.append(f"{kind}, state: {error}")
     torchring.shutdown()

@@ -13,17 +13,7 @@ import torch
 from torch import nn
 
 import torchring
-from tests.sharding.test_step import (
-    _KINDS,
-    Net,
-    _assert_equal_states,
-    _groups,
-    _of_whole_parameters,
-    _parameters,
-    _train,
-    _with_everything,
-)
-from tests.support.checks import digest
+from tests.sharding.test_step import Net, compare_acts, compare_twins, compare_whole_parameters
 from tests.support.fake_device import COMPUTE, FakeAccelerator
 from tests.support.scenarios import Scenarios, device
 from tests.support.scripts import ON_DEVICES
@@ -60,33 +50,10 @@ class _Small(Net):
         self.large, self.back = nn.Linear(8, 301), nn.Linear(301, 5)
 
 
-def _as_without_shard(rank: int, kinds: Sequence[str], algorithm: str, hosts: Sequence[int]) -> list[str]:
-    """Twins, one of them sharded. Goes on from a checkpoint in the middle. Returns digests of the parameters."""
+def _as_without_shard(rank: int, kinds: Sequence[str], algorithm: str, hosts: Sequence[int]) -> None:
     host_module._host_identity = lambda: f"host {hosts[rank]}"
-    trained = []
-    for kind in kinds:
-        with device() as accelerator:
-            outcomes = []
-            for is_sharded in (False, True):
-                net = _Small()
-                options: dict[str, Any] = {"algorithm": algorithm, "shard": is_sharded}
-                optimizer = torchring.wrap(_KINDS[kind](_groups(net)), net, **options)
-                _train(net, optimizer, range(3))
-                state = optimizer.state_dict()
-                optimizer.load_state_dict(state)
-                accelerator.calls.clear()
-                _train(net, optimizer, range(3, 5))
-                waits = accelerator.calls["synchronize"]
-                final = optimizer.state_dict(all_ranks=is_sharded)
-                outcomes.append((_parameters(net), final, waits))
-                optimizer.close()
-            (plain, expected, plain_waits), (sharded, found, waits) = outcomes
-            for one, other in zip(plain, sharded, strict=True):
-                assert torch.equal(one, other), kind
-            _assert_equal_states(expected, found)
-            assert waits == plain_waits
-            trained.append(digest(sharded))
-    return trained
+    with device() as accelerator:
+        compare_twins(kinds, _Small, num_waits=lambda: accelerator.calls["synchronize"], algorithm=algorithm)
 
 
 _OF_TWO: dict[str, tuple[Any, ...]] = {
@@ -102,13 +69,13 @@ _OF_THREE: dict[str, tuple[Any, ...]] = {
 
 
 @scenario(_OF_TWO)
-def test_two_ranks_train_and_go_on_as_without_shard(name: str, rank: int) -> list[str]:
-    return _as_without_shard(rank, *_OF_TWO[name])
+def test_two_ranks_train_and_go_on_as_without_shard(name: str, rank: int) -> None:
+    _as_without_shard(rank, *_OF_TWO[name])
 
 
 @scenario(_OF_THREE, size=3)
-def test_three_ranks_train_and_go_on_as_without_shard(name: str, rank: int) -> list[str]:
-    return _as_without_shard(rank, *_OF_THREE[name])
+def test_three_ranks_train_and_go_on_as_without_shard(name: str, rank: int) -> None:
+    _as_without_shard(rank, *_OF_THREE[name])
 
 
 def _check_script(results: list[Any], name: str) -> None:
@@ -130,19 +97,19 @@ def test_what_scripts_rely_on(name: str, rank: int) -> Sequence[Any]:
 @scenario(["", _APART])
 def test_whole_parameters(problem: str, rank: int) -> None:
     with device(problem=problem):
-        _of_whole_parameters(rank, 2)
+        compare_whole_parameters(rank)
 
 
 @scenario(size=3)
 def test_whole_parameters_on_three_ranks(rank: int) -> None:
     with device(problem=_APART):
-        _of_whole_parameters(rank, 3)
+        compare_whole_parameters(rank)
 
 
 @scenario()
 def test_with_everything(rank: int) -> None:
     with device():
-        _with_everything(rank, 2, acts=("group", "loaded before"))
+        compare_acts(rank, ["group", "loaded before"])
 
 
 @scenario()
