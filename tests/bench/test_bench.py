@@ -5,11 +5,11 @@ No benchmark is timed here. A wrong result ends a benchmark, and no process outl
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,6 @@ from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-RESULTS = sorted((BENCH / "results").glob("*.jsonl"))
 
 
 def test_spread_is_in_milliseconds_and_of_the_right_quantiles() -> None:
@@ -33,45 +32,18 @@ def test_spread_is_in_milliseconds_and_of_the_right_quantiles() -> None:
     assert Spread.of([0.001, 0.003]).p50 == 2.0
 
 
-def test_runs_are_appended_and_read_back(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    measure.write_rows(None, [{"a": 1}], {})
-    measure.write_rows(str(file), [{"ms": {"p50": 1.23456789}}, {"sizes": [1, 2.5]}], {"date": "first"})
-    measure.write_rows(str(file), [], {"date": "second"})
-    assert measure.read_runs(file) == [
+def test_rows_are_read_back_and_results_say_where_they_are_from(tmp_path: Path) -> None:
+    measure.write_rows(str(tmp_path / "rows"), [{"ms": {"p50": 1.23456789}}, {"sizes": [1, 2.5]}], {"date": "first"})
+    measure.write_rows(str(tmp_path / "rows"), [], {"date": "second"})
+    assert measure.read_runs(tmp_path / "rows") == [
         ({"date": "first"}, [{"ms": {"p50": 1.23457}}, {"sizes": [1, 2.5]}]),
         ({"date": "second"}, []),
     ]
-
-
-@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
-def test_results_say_where_they_are_from(file: Path) -> None:
-    for about, rows in measure.read_runs(file):
+    for about, rows in itertools.chain.from_iterable(map(measure.read_runs, (BENCH / "results").glob("*.jsonl"))):
         assert about.keys() >= {"date", "commit", "processor", "cores", "versions", "script"}
         assert rows
 
 
-# Processes
-
-
-def python(name: str, code: str) -> Command:
-    return Command(name, [sys.executable, "-c", code], {})
-
-
-def started_by_this_process() -> set[int]:
-    """Its children, zombies included."""
-    children = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for file in children for pid in file.read_text().split()}
-
-
-@pytest.fixture
-def _leaves_no_process() -> Iterator[None]:
-    before = started_by_this_process()
-    yield
-    assert started_by_this_process() == before
-
-
-@pytest.mark.usefixtures("_leaves_no_process")
 @pytest.mark.parametrize(
     ("ending", "code", "how"),
     [("sys.exit(7)", 7, "with exit code 7"), ("os.kill(os.getpid(), 9)", 128 + 9, "killed by SIGKILL")],
@@ -79,15 +51,20 @@ def _leaves_no_process() -> Iterator[None]:
 def test_the_first_failure_ends_all_and_is_named(
     ending: str, code: int, how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    def children() -> set[str]:
+        """Of this process, zombies included."""
+        return {pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
+
     monkeypatch.setattr(measure, "_REPORT_SECONDS", 0.1)
-    started = time.monotonic()
-    commands = [python("rank 0", "import time; time.sleep(60)"), python("rank 1", f"import os, sys; {ending}")]
+    before, started = children(), time.monotonic()
+    commands = [
+        Command(f"rank {i}", [sys.executable, "-c", f"import os, sys, time; {what}"], {})
+        for i, what in enumerate(("time.sleep(60)", ending))
+    ]
     assert measure.run_together(commands) == code
     assert time.monotonic() - started < patient(5)
     assert re.fullmatch(rf"rank 1 \(pid \d+\) ended first, {how}\n", capfd.readouterr().err)
-
-
-# Models
+    assert children() == before
 
 
 @pytest.mark.parametrize(
@@ -114,32 +91,29 @@ def test_models_are_what_the_tables_say(name: str, tensors: int, mib: int) -> No
     assert 1 < loss < 20
 
 
-def a_job(*workers: list[tuple[int, int]]) -> Any:
-    """A job whose workers have finished these steps: (step, digest)."""
-    made = {}
-    for pid, steps in enumerate(workers):
-        lines = [elastic_worker.Line(pid, "step", step=step, world=1, digest=digest) for step, digest in steps]
-        made[pid] = SimpleNamespace(pid=pid, lines=lines, steps=lines)
-    return SimpleNamespace(workers=made, lost=set())
-
-
 def test_elastic_replicas_that_differ_end_the_run() -> None:
     """A replacement begins at a later step, and what was lost may have been different."""
-    job = a_job([(1, 10), (2, 20), (3, 30)], [(1, 10), (2, 99)], [(3, 30)])
+
+    def job(*workers: list[tuple[int, int]]) -> Any:
+        """A job whose workers have finished these steps: (step, digest)."""
+        made = {}
+        for pid, steps in enumerate(workers):
+            lines = [elastic_worker.Line(pid, "step", step=step, world=1, digest=digest) for step, digest in steps]
+            made[pid] = SimpleNamespace(pid=pid, lines=lines, steps=lines)
+        return SimpleNamespace(workers=made, lost=set())
+
+    differ = job([(1, 10), (2, 20), (3, 30)], [(1, 10), (2, 99)], [(3, 30)])
     with pytest.raises(SystemExit, match="workers had different parameters after step 2"):
-        elastic.check(job)
-    job.lost = {2}
-    assert elastic.check(job) == 2
+        elastic.check(differ)
+    differ.lost = {2}
+    assert elastic.check(differ) == 2
     with pytest.raises(SystemExit, match="worker 0 went back to a step that it had finished"):
-        elastic.check(a_job([(1, 10), (1, 10)]))
+        elastic.check(job([(1, 10), (1, 10)]))
 
 
 def test_the_model_of_a_link_gives_the_published_times() -> None:
     for (gpus, mib), us in link.TWO_SHOT.items():
         assert 1e6 * link.seconds(mib << 20, gpus, gpus << 13) == pytest.approx(us, rel=0.03 if gpus == 8 else 0.12)
-
-
-# Wrong results
 
 
 @ranks(2, run_ranks)
@@ -163,25 +137,23 @@ def test_a_rival_that_reduces_wrongly_ends_the_run(rank: int, monkeypatch: pytes
 def test_weights_that_differ_and_bytes_that_no_algorithm_sends_end_the_run() -> None:
     """By the bound of each rival, as a share of the way that torchring's have come."""
 
-    def trainers(**distances: float) -> dict[str, step.Trainer]:
-        weights = {"torchring": 2.0, "alone": 5.0, **{name: 2.0 + by for name, by in distances.items()}}
-        names = {name.replace("_", " "): weight for name, weight in weights.items()}
-        return {name: step.Trainer(filled(weight), None, []) for name, weight in names.items()}
-
     def filled(value: float) -> torch.nn.Module:
         module = torch.nn.Linear(3, 2)
         for parameter in module.parameters():
             torch.nn.init.constant_(parameter, value)
         return module
 
-    start, near = filled(1.0), {"ddp": 0.0005, "torchring_bf16": -0.01, "ddp_fp16": 0.01}
-    found = network.check_weights(trainers(**near), start)
-    assert found == pytest.approx({"ddp": 5e-4, "torchring bf16": 0.01, "ddp fp16": 0.01, "alone": 3.0}, rel=1e-3)
-    for rival, by in (("ddp", 0.01), ("torchring_bf16", 0.03), ("ddp_fp16", -0.03), ("ddp", float("nan"))):
-        with pytest.raises(SystemExit, match=f"the weights of {rival.replace('_', ' ')} differ"):
-            network.check_weights(trainers(**near | {rival: by}), start)
-    megabytes = {"torchring": 100, "ddp": 150, "ddp fp16": 75, "alone": 0}
-    sent = {rival: each << 20 for rival, each in megabytes.items()}
+    def check(distances: dict[str, float]) -> dict[str, float]:
+        weights = {"torchring": 2.0, "alone": 5.0, **{name: 2.0 + by for name, by in distances.items()}}
+        trainers = {name: step.Trainer(filled(weight), None, []) for name, weight in weights.items()}
+        return network.check_weights(trainers, filled(1.0))
+
+    near = {"ddp": 0.0005, "torchring bf16": -0.01, "ddp fp16": 0.01}
+    assert check(near) == pytest.approx({"ddp": 5e-4, "torchring bf16": 0.01, "ddp fp16": 0.01, "alone": 3}, rel=1e-3)
+    for rival, by in (("ddp", 0.01), ("torchring bf16", 0.03), ("ddp fp16", -0.03), ("ddp", float("nan"))):
+        with pytest.raises(SystemExit, match=f"the weights of {rival} differ"):
+            check(near | {rival: by})
+    sent = {"torchring": 100 << 20, "ddp": 150 << 20, "ddp fp16": 75 << 20, "alone": 0}
     row = {"layout": "2x2", "bytes": 100 << 20, "stats": {"torchring": {"algorithm": "hierarchical"}}}
     network.check_bytes(row | {"link_bytes": sent})
     for rival, wrong in (("torchring", 120), ("ddp", 100), ("ddp fp16", 150), ("alone", 1)):
@@ -197,9 +169,6 @@ def test_each_half_of_a_first_run_on_a_gpu_ends_within_six_minutes() -> None:
         assert 250 < sum(int(seconds) for number, _, seconds in parts if number == half) <= 360
     checked = " ".join(re.findall(r'check\[@\]}"(.*)', text)).split()
     assert {file.stem for file in BENCH.with_name("qa").glob("gpu/check_*.py")} == {f"check_{each}" for each in checked}
-
-
-# Microbenchmarks
 
 
 @pytest.mark.grid

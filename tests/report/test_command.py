@@ -38,50 +38,49 @@ def test_the_verdict_comes_first_and_the_page_is_written(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = []
-    monkeypatch.setattr("torchring.report.command.write_page", lambda analysis, path: written.append((analysis, path)))
-    assert main(["report", str(folder)]) == 0
-    out, err = capsys.readouterr()
-    first = " ".join(out.partition("\n\n")[0].split())
-    assert "% of each step waits for data on rank 1, or for other code between step() and forward (62 ms of" in first
-    assert first.endswith("(62 ms of 177 ms, between 62 and 62).")
-    assert [(analysis.verdict.rank, path) for analysis, path in written] == [(1, folder / "report.html")]
-    assert out.splitlines()[-1] == f"Written: {folder / 'report.html'}"
-    assert err == ""
-    elsewhere = folder.parent / "elsewhere.html"
-    assert main(["report", str(folder), "--html", str(elsewhere)]) == 0
-    assert written[-1][1] == elsewhere
-
-
-def test_no_page_if_none_is_wanted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "write_page", lambda analysis, path: written.append((analysis.verdict.rank, path)))
+    for options, page in (([], folder / "report.html"), (["--html", "elsewhere.html"], Path("elsewhere.html"))):
+        assert main(["report", str(folder), *options]) == 0
+        assert written.pop() == (1, page)
+        out, err = capsys.readouterr()
+        first = " ".join(out.partition("\n\n")[0].split())
+        assert "% of each step waits for data on rank 1, or for other code between step() and forward" in first
+        assert first.endswith("(62 ms of 177 ms, between 62 and 62).")
+        assert (out.splitlines()[-1], err) == (f"Written: {page}", "")
     assert main(["report", str(folder), "--no-html", "--bandwidth", "10"]) == 0
     assert sorted(path.name for path in folder.iterdir()) == [f"rank-0000{rank}.npz" for rank in range(3)]
     out = capsys.readouterr().out
     for said in ("What would help", "times of hosts may differ by 0.05 ms", "the network that was given (1.17 GB/s"):
         assert said in " ".join(out.split())
+    assert written == []
     assert "\x1b" not in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "the following arguments are required: DIR"),
-        (["d", "--bandwidth", "fast"], "needs a number of Gbit/s, such as 10, got 'fast'"),
-        (["d", "--bandwidth", "0"], "such as 10, got '0'"),
-        (["d", "--html", "x", "--no-html"], "not allowed with"),
-    ],
-)
-def test_usage_errors(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", *arguments])
-    assert said in capsys.readouterr().err
+def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, said in {
+        "": "the following arguments are required: DIR",
+        "d --bandwidth fast": "needs a number of Gbit/s, such as 10, got 'fast'",
+        "d --bandwidth 0": "such as 10, got '0'",
+        "d --html x --no-html": "not allowed with",
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            main(["report", *line.split()])
+        assert said in capsys.readouterr().err
 
 
-def test_nothing_to_read_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"torchring report: {tmp_path} has no trace")
-    assert err.count("\n") == 1
+def test_what_cannot_be_read_or_written_is_one_sentence(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (empty := tmp_path / "empty").mkdir()
+    gone = folder / "gone" / "table.csv"
+    for arguments, said in (
+        ([empty], f"torchring report: {empty} has no trace"),
+        ([folder, "--no-html", "--csv", gone], f"torchring report: cannot write {gone}: No such file or directory\n"),
+    ):
+        assert main(["report", *map(str, arguments)]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith(said)
+        assert err.count("\n") == 1
 
 
 def test_what_is_missing_is_said_and_the_rest_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,12 +90,6 @@ def test_what_is_missing_is_said_and_the_rest_is_shown(folder: Path, capsys: pyt
     assert "waits for data on rank 1" in out
     places = [out.index(each) for each in ("What is missing or strange", "rank-00002.npz is torn", "What would help")]
     assert places == sorted(places)
-
-
-def test_a_file_that_cannot_be_written_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gone = folder / "gone" / "table.csv"
-    assert main(["report", str(folder), "--no-html", "--csv", str(gone)]) == 1
-    assert capsys.readouterr().err == f"torchring report: cannot write {gone}: No such file or directory\n"
 
 
 def test_a_package_that_is_missing_is_named(
@@ -124,9 +117,8 @@ def exported(folder: Path) -> dict[str, str]:
     return {"table": table.read_text(), "trace": "".join(f"{line}\n" for line in lines)}
 
 
-@pytest.mark.parametrize("name", ["table", "trace"])
-def test_what_other_programs_get(name: str, tmp_path: Path) -> None:
-    assert exported(tmp_path)[name] == golden(EXPORTS)[name]
+def test_what_other_programs_get(tmp_path: Path) -> None:
+    assert exported(tmp_path) == golden(EXPORTS)
 
 
 def test_a_host_name_is_no_formula(tmp_path: Path) -> None:

@@ -14,12 +14,6 @@ from torchring.report.model.merge import load, merge
 from torchring.report.verdict.analysis import analyse
 
 
-def write_all(folder: Path, traces: list[RankTrace]) -> Path:
-    for trace in traces:
-        write(folder, trace)
-    return folder
-
-
 def run_info(trace: RankTrace, **changes: object) -> RankTrace:
     return dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, **changes))
 
@@ -45,67 +39,72 @@ def test_clocks_that_are_5_seconds_apart_or_drift_are_aligned() -> None:
 
 
 def test_a_torn_file_and_a_missing_rank_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
-    write_all(tmp_path, simulate(4, 20))
+    for trace in simulate(4, 20):
+        write(tmp_path, trace)
     path_of(tmp_path, 1).write_bytes(path_of(tmp_path, 1).read_bytes()[:500])
     path_of(tmp_path, 2).unlink()
     job = load(tmp_path)
     assert [trace.run_info.rank for trace in job.traces] == [0, 3]
     assert len(job.steps) == 20
-    assert "rank-00001.npz is torn" in job.problems[0]
-    assert job.problems[1] == (
-        "Ranks 1, 2 of 4 have no trace that can be used. Waiting for them counts as communication."
-    )
+    torn, missing = job.problems
+    assert "rank-00001.npz is torn" in torn
+    assert missing == "Ranks 1, 2 of 4 have no trace that can be used. Waiting for them counts as communication."
     assert analyse(job).size == 4
 
 
-def test_an_error_that_ended_a_rank_is_quoted() -> None:
-    first, second = simulate(2, 5)
-    job = merge([run_info(first, ended_by="end"), run_info(second, ended_by="PeerLostError: rank 0 died")])
-    assert job.problems == ('Rank 1 ended with an error: "PeerLostError: rank 0 died".',)
-    assert job.ended_badly == job.problems[0]
-    assert merge([first, second]).ended_badly == ""
+def test_how_a_job_ended(tmp_path: Path) -> None:
+    """A rank that was killed has the steps that it wrote last. As long as no rank has ended, the job may run."""
+    whole = simulate(3, 60)
+    killed = [run_info(dataclasses.replace(each, steps=each.steps[40:]), ended_by="") for each in whole]
+    lost = run_info(whole[1], ended_by="PeerLostError: rank 2 is gone")
+    for traces, problems, ended_badly in (
+        (whole, (), ""),
+        (
+            [whole[0], lost, whole[2]],
+            ('Rank 1 ended with an error: "PeerLostError: rank 2 is gone".',),
+            'Rank 1 ended with an error: "PeerLostError: rank 2 is gone".',
+        ),
+        (
+            [*whole[:2], killed[2]],
+            ("Rank 2 was killed, or still runs. Of its steps, only 20 are known.",),
+            "Rank 2 was killed, or still runs.",
+        ),
+        (killed, ("Ranks 0-2 were killed, or still run. Of their steps, only 20 are known.",), ""),
+    ):
+        for trace in traces:
+            write(tmp_path, trace)
+        job = load(tmp_path)
+        assert (job.problems, job.ended_badly) == (problems, ended_badly)
+        assert len(job.steps) == min(len(trace.steps) for trace in traces)
+    write(tmp_path, lost)
+    write(tmp_path, whole[0])
+    assert load(tmp_path).ended_badly == "Rank 2 was killed, or still runs."
 
 
-def test_a_killed_rank_has_the_steps_that_it_wrote_last(tmp_path: Path) -> None:
-    first, second, third = simulate(3, 60)
-    running = [run_info(dataclasses.replace(each, steps=each.steps[40:]), ended_by="") for each in (first, third)]
-    job = load(write_all(tmp_path, [first, second, running[1]]))
-    assert [len(trace.steps) for trace in job.traces] == [60, 60, 20]
-    assert len(job.steps) == 20
-    assert job.problems == ("Rank 2 was killed, or still runs. Of its steps, only 20 are known.",)
-    assert job.ended_badly == "Rank 2 was killed, or still runs."
-    lost = run_info(second, ended_by="PeerLostError: rank 2 is gone")
-    assert load(write_all(tmp_path, [lost])).ended_badly == "Rank 2 was killed, or still runs."
-    for path in tmp_path.iterdir():
-        path.unlink()
-    job = load(write_all(tmp_path, [*running, run_info(second, ended_by="")]))
-    assert job.problems == ("Ranks 0-2 were killed, or still run. Of their steps, only 60 are known.",)
-    assert job.ended_badly == "", "no rank has ended, so the job may run"
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, r"there is no folder .*gone.*`torchring run --trace .*` writes one"),
-        ([], r"no file is named like rank-00000\.npz.*`torchring run --trace .*` writes one, if .*wrap\(\) and makes"),
-        ([b"torn"], r"no file of the trace in .*gone can be read\. A file cannot be read: .*rank-00000\.npz is torn"),
-        ([RankTrace(RunInfo())], r"the trace has no step"),
-    ],
-)
-def test_a_folder_without_a_trace_is_an_error(
-    content: list[bytes | RankTrace] | None, said: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "gone"
-    for each in content or []:
-        folder.mkdir()
-        if isinstance(each, bytes):
-            path_of(folder, 0).write_bytes(each)
-        else:
-            write(folder, each)
-    if content == []:
-        folder.mkdir()
-    with pytest.raises(TraceError, match=said):
-        load(folder)
-    (tmp_path / "file").touch()
-    with pytest.raises(TraceError, match="Not a directory"):
-        load(tmp_path / "file")
+def test_a_folder_without_a_trace_is_an_error(tmp_path: Path) -> None:
+    for name, written, said in (
+        ("gone", None, r"there is no folder .*gone.*`torchring run --trace .*` writes one"),
+        (
+            "empty",
+            (),
+            r"no file is named like rank-00000\.npz.*`torchring run --trace .*` writes one, if .*wrap\(",
+        ),
+        (
+            "torn",
+            b"torn",
+            r"no file of the trace in .*torn can be read\. A file cannot .*00000\.npz is torn",
+        ),
+        ("stepless", RankTrace(RunInfo()), r"the trace has no step"),
+        ("file", "", "Not a directory"),
+    ):
+        folder = tmp_path / name
+        if written == "":
+            folder.touch()
+        elif written is not None:
+            folder.mkdir()
+        if isinstance(written, bytes):
+            path_of(folder, 0).write_bytes(written)
+        elif isinstance(written, RankTrace):
+            write(folder, written)
+        with pytest.raises(TraceError, match=said):
+            load(folder)

@@ -13,7 +13,7 @@ from tests.support.traces import MS, simulate
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace, RunInfo
 from torchring.report.model.bucket_layout import layout_between_hosts, layout_with, nominal_bytes, ready_shares
-from torchring.report.model.merge import Job, merge
+from torchring.report.model.merge import merge
 from torchring.report.model.scaling import Connections, Network, Workload, exposed_ms, fit, slowest_ms, split_ms
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
@@ -32,36 +32,20 @@ def of(num_ranks: int, **options: Any) -> Analysis:
     return analyse(merge(simulated(num_ranks, **options)))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_two_ranks_predict_four_and_eight() -> None:
+    of_jobs: tuple[dict[str, Any], ...] = (
         {},
         {"bucket_mb": [1, 25, 25, 60], "backward_ms": 120},
         {"bucket_mb": [0.5, 1.0] * 8, "noise": 0.02},
         {"noise": 0.15, "bucket_mb": [1, 12], "gigabytes_per_s": 12.5},
-    ],
-)
-def test_two_ranks_predict_four_and_eight(options: dict[str, Any]) -> None:
-    job = merge(simulated(2, num_steps=60, **options))
-    for prediction in analyse(job).predictions[1:3]:
-        measured = of(prediction.num_ranks, num_steps=40, seed=1, **options).step.mean
-        assert prediction.step_ms == pytest.approx(measured, rel=0.05)
+    )
+    for options in of_jobs:
+        for prediction in analyse(merge(simulated(2, num_steps=60, **options))).predictions[1:3]:
+            measured = of(prediction.num_ranks, num_steps=40, seed=1, **options).step.mean
+            assert prediction.step_ms == pytest.approx(measured, rel=0.05), options
 
 
 def test_one_rank_predicts_with_a_network_that_is_given() -> None:
-    """Two ranks at 1.25 GB/s: 25 MB are ready after 40 ms, and 25 MB after 60 ms. Each takes 20.2 ms, until 80.4."""
-    (trace,) = simulated(1, bucket_mb=[2, 25, 25])
-    run_info = dataclasses.replace(trace.run_info, options={"bucket_mb": "23"})
-    steps = tuple(dataclasses.replace(step, buckets=()) for step in trace.steps)
-    alone = dataclasses.replace(trace, run_info=run_info, steps=steps)
-    assert analyse(merge([alone])).predictions == ()
-    given = analyse(merge([alone]), Network(0.1, 1.25))
-    (prediction, *_) = given.predictions
-    assert prediction.exposed_ms == pytest.approx(20.4, rel=0.01)
-    assert prediction.step_ms == pytest.approx(of(2).step.mean, rel=0.05)
-
-
-def test_buckets_of_one_rank_are_laid_out_as_between_hosts() -> None:
     """Nobody wrote down when gradients come: 10 parameters of 6 MiB, which come evenly in a backward of 60 ms.
 
     The first bucket takes one, as no bucket is smaller than a gradient; five reach 25 MiB; and the last one goes alone.
@@ -74,6 +58,7 @@ def test_buckets_of_one_rank_are_laid_out_as_between_hosts() -> None:
         (6 * mib, 30 * mib, 18 * mib, 6 * mib),
         pytest.approx((0.1, 0.6, 0.9, 1.0)),
     )
+    assert analyse(merge([alone])).predictions == ()
     # Fast enough to hide the first two: 18 MiB at 2 GB/s take 9.4 ms, of which 6 are hidden, and 6 MiB 3.1.
     (prediction, *_) = analyse(merge([alone]), Network(0.0, 2.0)).predictions
     assert prediction.exposed_ms == pytest.approx(4 * 6 * mib / 2e6 - 6)
@@ -89,54 +74,49 @@ def test_a_gradient_that_never_comes_waits_for_the_end() -> None:
     assert layout_with(job, 1.5 * MB, 1.0) == (pytest.approx((1.0 * MB, 0.5 * MB)), pytest.approx((0.6, 1.0)))
 
 
-def layers(num_bytes: list[int], dtypes: tuple[str, ...] = ("float32",)) -> Job:
-    """Parameters in the order of forward, whose gradients come one after the other in a backward of 60 ms."""
-    (trace,) = simulated(1, bucket_mb=[])
-    records = tuple(ParameterRecord(f"layer{i}", each, 0, dtypes[i % len(dtypes)]) for i, each in enumerate(num_bytes))
-    ready = tuple(60 * MS * (len(records) - i) // len(records) for i in range(len(records)))
-    facts = dataclasses.replace(trace.run_info, parameters=records)
-    return merge([dataclasses.replace(trace, run_info=facts, arrivals=(Arrivals(60 * MS, ready),))])
-
-
-@pytest.mark.parametrize("bucket_mb", [1, 10, 25, 100])
 @pytest.mark.parametrize(
     ("compression", "dtypes"),
     [(None, ("float32",)), ("bf16", ("float32",)), (None, ("float32", "bfloat16", "complex64"))],
 )
-def test_buckets_are_predicted_as_wrap_makes_them(
-    bucket_mb: float, compression: str | None, dtypes: tuple[str, ...]
-) -> None:
-    """Caps are soft, and count bytes of gradient. A bucket holds one dtype; complex gradients are real numbers."""
+def test_buckets_are_predicted_as_wrap_makes_them(compression: str | None, dtypes: tuple[str, ...]) -> None:
+    """Parameters come in the order of forward, and their gradients one after the other in a backward of 60 ms.
+
+    Caps are soft, and count bytes of gradient. A bucket holds one dtype; complex gradients are real numbers.
+    """
     mib = 1 << 20
     num_bytes = [20 * mib] * 5 + [1 * mib] * 8 + [60 * mib, 256, 256]
-    job = layers(num_bytes, dtypes)
-    kinds = [getattr(torch, dtypes[i % len(dtypes)]) for i in range(len(num_bytes))]
+    names = [dtypes[i % len(dtypes)] for i in range(len(num_bytes))]
+    (trace,) = simulated(1, bucket_mb=[])
+    records = tuple(ParameterRecord("", size, 0, name) for size, name in zip(num_bytes, names, strict=True))
+    ready = tuple(60 * MS * (len(records) - i) // len(records) for i in range(len(records)))
+    facts = dataclasses.replace(trace.run_info, parameters=records)
+    job = merge([dataclasses.replace(trace, run_info=facts, arrivals=(Arrivals(60 * MS, ready),))])
+    kinds = [getattr(torch, name) for name in names]
     specs = [
         ParameterSpec(str(i), (each // kind.itemsize,), (1,), kind, torch.device("cpu"))
         for i, (each, kind) in enumerate(zip(num_bytes, kinds, strict=True))
     ]
-    plan = build_plan(specs, bucket_bytes=bucket_mb * mib, compression=compression)
-    predicted = layout_with(job, sum(num_bytes) / (2 if compression else 1), bucket_mb)
-    assert predicted is not None
-    sizes, ready = predicted
-    # A bucket has flags and control bits, too, and each parameter begins at 64 bytes.
-    assert sizes == pytest.approx([bucket.num_bytes for bucket in plan.buckets], abs=5000)
-    last = [bucket.slots[-1].parameter for bucket in plan.buckets]
-    assert ready == pytest.approx([(len(specs) - i) / len(specs) for i in last])
+    for bucket_mb in (1, 10, 25, 100):
+        plan = build_plan(specs, bucket_bytes=bucket_mb * mib, compression=compression)
+        predicted = layout_with(job, sum(num_bytes) / (2 if compression else 1), bucket_mb)
+        assert predicted is not None
+        sizes, shares = predicted
+        # A bucket has flags and control bits, too, and each parameter begins at 64 bytes.
+        assert sizes == pytest.approx([bucket.num_bytes for bucket in plan.buckets], abs=5000)
+        last = [bucket.slots[-1].parameter for bucket in plan.buckets]
+        assert shares == pytest.approx([(len(specs) - i) / len(specs) for i in last])
 
 
-@pytest.mark.parametrize(
-    ("run_info", "expected"),
-    [
+def test_the_default_size_of_a_bucket_is_that_of_wrap() -> None:
+    gpus: dict[str, Any] = {"size": 4, "local_size": 4, "device": "NVIDIA H100"}
+    for run_info, expected in (
         ({"size": 2, "local_size": 2}, 25),
         ({"size": 4, "local_size": 2}, 25),
-        ({"size": 4, "local_size": 4, "device": "NVIDIA H100", "algorithm": "direct"}, 10),
-        ({"size": 4, "local_size": 4, "device": "NVIDIA H100", "algorithm": "native"}, 25),
+        ({**gpus, "algorithm": "direct"}, 10),
+        ({**gpus, "algorithm": "native"}, 25),
         ({"size": 4, "local_size": 4, "options": {"bucket_mb": "3.5"}}, 3.5),
-    ],
-)
-def test_the_default_size_of_a_bucket_is_that_of_wrap(run_info: dict[str, Any], expected: float) -> None:
-    assert nominal_bytes(RunInfo(**run_info)) == expected * 2**20
+    ):
+        assert nominal_bytes(RunInfo(**run_info)) == expected * 2**20, run_info
 
 
 def test_the_example_of_exposed_communication() -> None:
@@ -208,22 +188,3 @@ def test_advice_is_what_a_simulation_with_the_change_shows() -> None:
     assert best.saves_share == pytest.approx(1 - even / late.step.mean, abs=0.02)
     assert best.predicted_ms == pytest.approx(late.step.mean * (1 - best.saves_share))
     assert all(each.saves_share <= best.saves_share for each in others)
-
-
-def test_larger_buckets_are_advised_for_many_small_ones() -> None:
-    """200 parameters of 0.1 MB, in a bucket each. 2 MiB make 11 buckets, and hide all but the last."""
-    traces = simulate(2, 12, bucket_mb=[0.05, 0.15] * 100, latency_ms=1.0, noise=0.0, ranks_per_host=1)
-    analysis = analyse(merge(traces))
-    (best, *_) = analysis.advice
-    assert best.what.startswith("Use buckets of ")
-    size_mb = float(best.what.split()[3])
-    # As `wrap` lays them out: 1 MiB, then the size that is asked for; the gradient that crosses it still goes in.
-    sizes, limit = [0.0], 1.048576
-    for each in [0.05, 0.15] * 100:
-        if sizes[-1] >= limit:
-            sizes.append(0.0)
-            limit = size_mb * 1.048576
-        sizes[-1] += each
-    done = np.cumsum(sizes) / 20
-    again = simulate(2, 12, bucket_mb=sizes, ready_at=[*map(float, done)], latency_ms=1.0, noise=0.0, ranks_per_host=1)
-    assert best.predicted_ms == pytest.approx(analyse(merge(again)).step.mean, rel=0.03)

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ def write_live(folder: Path, traces: Sequence[RankTrace], age: float = 0.0) -> N
 
 
 def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pause of 2 s counts in the speed, as it does for whoever waits for the job."""
     write_live(tmp_path, simulate(2, 50, input_ms=[2, 60], noise=0))
     assert cli.main(["top", str(tmp_path), "--once"]) == 0
     first, verdict, *rest = capsys.readouterr().out.splitlines()
@@ -35,15 +36,11 @@ def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert any(line.split()[:3] == ["rank", "0", "1"] for line in rest), "rank 0 waits for rank 1"
     write_live(tmp_path, simulate(2, 50), age=60)
     assert re.search(r"^No rank has made a step for [6-9]\d s\.$", top.look(tmp_path).text, re.MULTILINE)
-
-
-def test_the_speed_is_steps_and_samples_by_time(tmp_path: Path) -> None:
-    """A pause of 2 s counts, as it does for whoever waits for the job."""
-    traces = simulate(1, 50, bucket_mb=[], noise=0, input_ms=lambda step, rank: 2 + 2000 * (step == 30))
-    write_live(tmp_path, traces)
+    paused = simulate(1, 50, bucket_mb=[], noise=0, input_ms=lambda step, rank: 2 + 2000 * (step == 30))
+    write_live(tmp_path / "paused", paused)
     seconds = 47 * 0.1005 + 2
     speed = f"Step 50: {47 / seconds:.3g} steps/s, {47 * 16 / seconds:,.0f} samples/s, 1 rank, the last 46 steps.\n"
-    assert top.look(tmp_path).text.startswith(speed)
+    assert top.look(tmp_path / "paused").text.startswith(speed)
 
 
 def test_a_killed_rank_leaves_its_last_steps_behind(tmp_path: Path) -> None:
@@ -70,20 +67,14 @@ def test_it_ends_with_the_job(
     """Files come and change while it looks: nothing, torn, the last steps, and then the whole trace."""
     error, other = simulate(2, 50)
     lost = dataclasses.replace(error, run_info=dataclasses.replace(error.run_info, ended_by="rank 1 is gone"))
-    stages = iter(
+    stages: Iterator[Callable[[], object]] = iter(
         [
             lambda: path_of(tmp_path, 0).write_bytes(b"torn"),
             lambda: write_live(tmp_path, [error, other]),
             lambda: [write(tmp_path, trace) for trace in (lost, other)],
         ]
     )
-
-    def sleep(seconds: float) -> None:
-        assert seconds == 0.25
-        stage = next(stages)
-        stage()
-
-    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(stages)() if seconds == 0.25 else pytest.fail(str(seconds)))
     assert cli.main(["top", str(tmp_path), "--every", "0.25"]) == 0
     out = capsys.readouterr().out
     assert out.count("no rank has written") == 1
