@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import random
 import signal
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
-from tests.launch.test_launcher import Launcher
-from tests.support import commands
-from tests.support.harness import is_running, patient, wait_until
+from tests.support.commands import Launcher
+from tests.support.harness import is_running, wait_until
 from torchring.elastic.driver import driver_store as store_module
 from torchring.elastic.driver import host_list as hosts_module
 from torchring.elastic.driver.coordinator import Coordinator
@@ -37,18 +34,6 @@ from torchring.rendezvous.signed import signed
 TICK = 0.02
 
 
-class Generation(NamedTuple):
-    number: int
-    workers: tuple[int, ...]
-    reason: str
-
-
-class Broken(NamedTuple):
-    generation: int
-    ranks: tuple[int, ...]
-    reason: str
-
-
 class Job:
     """A coordinator, its clock, and workers whose cards and beats the test sets. What was done is in the attributes."""
 
@@ -57,10 +42,10 @@ class Job:
         self.coordinator = Coordinator(Limits(**{"size": 2, "max_size": 4, **limits}), self.now, self, random.Random(0))
         self.started: list[tuple[int, str, int]] = []
         self.sent: list[tuple[int, int]] = []
-        self.generations: list[Generation] = []
-        self.broken: list[Broken] = []
-        self.called: list[int] = []
         self.said: list[str] = []
+        self.generations: list[Orders] = []  # the orders that began one
+        self.broken: list[tuple[int, tuple[int, ...], str]] = []  # generation, ranks that were lost, and how
+        self.called: list[int] = []
         self.over: list[str] = []
         self._orders = Orders()
         self.cards: dict[int, Card] = {}
@@ -75,20 +60,21 @@ class Job:
         """Time passes in one piece."""
         self.now += seconds
         self.coordinator.tick(self.now)
-        before, after = self._orders, self.coordinator.orders
-        if after.generation != before.generation:
-            self.generations.append(Generation(after.generation, after.workers, after.reason))
-        if (after.broken, after.lost) != (before.broken, before.lost):
-            self.broken.append(Broken(after.broken, after.lost, after.how))
-        if after.call != before.call:
-            self.called.append(after.call)
-        if after.over != before.over:
-            self.over.append(after.over)
-        self._orders = after
+        before, self._orders = self._orders, self.coordinator.orders
+        if self._orders.generation != before.generation:
+            self.generations.append(self._orders)
+        if (self._orders.broken, self._orders.lost) != (before.broken, before.lost):
+            self.broken.append((self._orders.broken, self._orders.lost, self._orders.how))
+        self.called += [self._orders.call] * (self._orders.call != before.call)
+        self.over += [self._orders.over] * (self._orders.over != before.over)
 
     @property
     def code(self) -> int | None:
         return self.coordinator.code
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        return self._orders.workers
 
     def start(self, worker: int, slot: Slot) -> None:
         self.started.append((worker, *slot))
@@ -102,17 +88,17 @@ class Job:
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def wait(self, seconds: float, *beating: int) -> None:
+    def wait(self, seconds: float, *beating: int, **card: Any) -> None:
         """Time passes, and these workers show that they live."""
         for _ in range(round(seconds / 0.5)):
             for worker in beating:
-                self.beat(worker, ticks=False)
+                self.note_beat(worker, **card)
             self.tick(0.5)
 
     def show(self, state: Any, *workers: int, generation: int | None = None, **card: Any) -> None:
         """The workers set their cards, by default with the newest generation that they belong to."""
         for worker in workers:
-            newest = max([each.number for each in self.generations if worker in each.workers], default=0)
+            newest = max([each.generation for each in self.generations if worker in each.workers], default=0)
             said = self.cards.get(worker, Card("starting"))
             beats = {name: getattr(said, name) for name in ("pid", "count", "steps", "made", "progress", "waits")}
             self._show(worker, Card(state, newest if generation is None else generation, **card, **beats))
@@ -122,13 +108,15 @@ class Job:
         self.show("meeting", *workers)
         self.show("running", *workers)
 
-    def beat(self, *workers: int, steps: int = 0, ticks: bool = True, **more: Any) -> None:
+    def beat(self, *workers: int, steps: int = 0, **card: Any) -> None:
         for worker in workers:
-            card = self.cards.get(worker, Card("starting"))
-            made = max(card.steps, 0) + steps
-            self._show(worker, dataclasses.replace(card, count=card.count + 1, steps=made, made=made, **more))
-        if ticks:
-            self.tick()
+            self.note_beat(worker, steps, **card)
+        self.tick()
+
+    def note_beat(self, worker: int, steps: int = 0, **more: Any) -> None:
+        card = self.cards.get(worker, Card("starting"))
+        made = max(card.steps, 0) + steps
+        self._show(worker, dataclasses.replace(card, count=card.count + 1, steps=made, made=made, **more))
 
     def _show(self, worker: int, card: Card) -> None:
         self.cards[worker] = card
@@ -138,12 +126,9 @@ class Job:
         for _ in range(times):
             self.beat(*workers, steps=1)
 
-    def end(self, worker: int, code: int = 128 + signal.SIGKILL, **how: Any) -> None:
-        self.coordinator.note_end(worker, code, **how)
+    def end(self, worker: int, code: int = 128 + signal.SIGKILL) -> None:
+        self.coordinator.note_end(worker, code)
         self.tick()
-
-    def workers(self) -> tuple[int, ...]:
-        return self.generations[-1].workers if self.generations else ()
 
 
 def running(hosts: str = "a:4", num: int = 2, *, works: bool = True, **limits: Any) -> Job:
@@ -165,7 +150,7 @@ def test_a_job_starts_when_all_workers_have_come() -> None:
     job.show("meeting", 2, 0)
     assert job.generations == []
     job.show("meeting", 1)
-    assert job.generations == [Generation(1, (0, 1, 2), "the job starts")]
+    assert job.generations == [Orders(1, (0, 1, 2), "the job starts")]
     assert job.said == ["generation 1 begins, 3 workers (a: 0; b: 1, 2), because the job starts"]
 
 
@@ -175,7 +160,7 @@ def test_a_job_starts_without_workers_that_have_died() -> None:
     job.show("meeting", 0)
     assert (job.generations, len(job.started)) == ([], 3)
     job.show("meeting", 2)
-    assert job.workers() == (0, 2)
+    assert job.workers == (0, 2)
     assert "worker 1 on a ended with exit code 3 before it came to torchring.elastic.run" in job.said
     job = Job(size=3, min_size=2, max_size=3)
     job.show("meeting", 0)
@@ -189,12 +174,11 @@ def test_a_job_starts_without_workers_that_take_long() -> None:
     job = Job(size=3, min_size=2)
     job.show("meeting", 0)
     job.wait(60)
-    assert job.generations == []
     job.show("meeting", 1)
     job.wait(29)
     assert job.generations == []
     job.wait(2)
-    assert job.workers() == (0, 1)
+    assert job.workers == (0, 1)
 
 
 def test_all_slots_are_taken_without_a_number() -> None:
@@ -211,37 +195,40 @@ def test_survivors_go_on_at_once_and_in_order() -> None:
     job = running(num=4)
     job.beat(0, pid=77)
     job.end(0)
-    reason = "rank 0 (worker 0, pid 77, on a) was killed by SIGKILL"
-    assert job.broken == [Broken(1, (0,), reason)]
+    assert job.broken == [(1, (0,), "rank 0 (worker 0, pid 77, on a) was killed by SIGKILL")]
     assert job.started[4:] == [(4, "a", 0)]
     job.show("meeting", 3)
     job.show("meeting", 2)
     assert len(job.generations) == 1
     job.show("meeting", 1)
-    assert job.generations[1] == Generation(2, (1, 2, 3), "worker 0 on a was killed by SIGKILL")
+    assert (job.workers, job.generations[1].reason) == ((1, 2, 3), "worker 0 on a was killed by SIGKILL")
     job.show("running", 1, 2, 3)
     job.show("meeting", 4)
     assert job.called == [1, 2]  # by the first that left, and for the new one
     job.show("meeting", 3, 1, 2)
-    assert job.generations[2] == Generation(3, (1, 2, 3, 4), "worker 4 joined")
+    assert (job.workers, job.generations[2].reason) == ((1, 2, 3, 4), "worker 4 joined")
 
 
 def test_two_losses_are_told_together() -> None:
     job = running(num=4)
     job.end(3)
     job.end(1, 1)
-    assert [broken.ranks for broken in job.broken] == [(3,), (1, 3)]
-    assert job.broken[1].reason == "rank 1 (worker 1, on a) ended with exit code 1"
+    assert [ranks for _, ranks, _ in job.broken] == [(3,), (1, 3)]
+    assert job.broken[1][2] == "rank 1 (worker 1, on a) ended with exit code 1"
 
 
-def test_a_death_between_plan_and_pick_up_breaks_the_generation() -> None:
+def test_who_goes_between_plan_and_pick_up_breaks_the_generation() -> None:
     job = running(num=3)
     job.show("meeting", 0, 1, 2)
     assert len(job.generations) == 2
     job.end(1)  # its card says "meeting", of generation 1
-    assert job.broken == [Broken(2, (1,), "rank 1 (worker 1, on a) was killed by SIGKILL")]
+    assert job.broken == [(2, (1,), "rank 1 (worker 1, on a) was killed by SIGKILL")]
     job.show("meeting", 0, 2)
-    assert job.workers() == (0, 2)
+    assert job.workers == (0, 2)
+    job.show("leaving", 2, generation=2)
+    assert job.broken[1:] == [(3, (1,), "rank 1 (worker 2, on a) was told to end")]
+    job.end(2, 0)
+    assert len(job.broken) == 2
 
 
 def test_a_death_after_leaving_breaks_nothing() -> None:
@@ -250,21 +237,10 @@ def test_a_death_after_leaving_breaks_nothing() -> None:
     job.end(1)
     job.show("leaving", 2)
     job.end(2, 0)
-    assert job.broken == []
-    assert job.called == [1]
+    assert (job.broken, job.called) == ([], [1])
     job.show("meeting", 0)
-    assert job.generations[1].workers == (0,)
+    assert job.workers == (0,)
     assert job.generations[1].reason == "worker 1 on a was killed by SIGKILL; worker 2 on a left"
-
-
-def test_who_leaves_before_it_has_picked_up_the_plan_breaks_the_generation_at_once() -> None:
-    job = running(num=2)
-    job.show("meeting", 0, 1)
-    assert len(job.generations) == 2
-    job.show("leaving", 1, generation=1)
-    assert job.broken == [Broken(2, (1,), "rank 1 (worker 1, on a) was told to end")]
-    job.end(1, 0)
-    assert len(job.broken) == 1
 
 
 def test_a_silent_worker_is_killed_and_the_others_hear_of_it_before_it_is_dead() -> None:
@@ -273,10 +249,10 @@ def test_a_silent_worker_is_killed_and_the_others_hear_of_it_before_it_is_dead()
     assert job.sent == []
     job.wait(1, 0)
     assert job.sent == [(1, signal.SIGKILL)]
-    assert job.broken[0].reason.endswith("gave no sign of life for 4 s, and was killed")
+    assert job.broken[0][2].endswith("gave no sign of life for 4 s, and was killed")
     assert len(job.started) == 2, "its slot is not free"
     job.show("meeting", 0)
-    assert job.workers() == (0,)
+    assert job.workers == (0,)
     job.show("running", 0)
     job.end(1)
     assert job.started[2:] == [(2, "a", 1)]
@@ -294,7 +270,7 @@ def test_a_silent_worker_is_killed_earlier_if_others_have_lost_a_connection() ->
         job.wait(3, 0, 1)
         assert job.sent == [(2, signal.SIGKILL)]
         patience = 1.5 if said else 4
-        assert job.broken[0].reason.endswith(f"gave no sign of life for {patience} s, and was killed")
+        assert job.broken[0][2].endswith(f"gave no sign of life for {patience} s, and was killed")
     job = running(num=3, heartbeat_timeout=4)
     job.end(1, 137)  # whose end is known: that explains what the others have lost
     job.show("meeting", 0, reason="PeerLostError: rank 1 died or exited", has_lost_peer=True)
@@ -305,15 +281,15 @@ def test_a_silent_worker_is_killed_earlier_if_others_have_lost_a_connection() ->
 def test_a_worker_that_takes_long_to_end_is_given_up_but_not_killed_for_a_while() -> None:
     """Its exit handlers may write files. The others, and its exit code, do not wait for that."""
     job = running(num=2, heartbeat_timeout=4)
-    job.beat(1, is_last=True, ticks=False)
+    job.beat(1, is_last=True)
     job.wait(3.5, 0)
     assert (job.broken, job.sent) == ([], [])
     job.wait(1, 0)
-    assert job.broken == [Broken(1, (1,), "rank 1 (worker 1, on a) did not end within 4 s after its script")]
+    assert job.broken == [(1, (1,), "rank 1 (worker 1, on a) did not end within 4 s after its script")]
     assert job.sent == []
     assert len(job.started) == 2, "its slot is not free"
     job.meet(0)
-    assert job.workers() == (0,)
+    assert job.workers == (0,)
     job.wait(294, 0)
     assert job.sent == []
     job.wait(2, 0)
@@ -352,7 +328,7 @@ def test_a_worker_is_killed_after_a_while(
     assert job.sent == []
     job.wait(2, *beating)
     assert job.sent == [(2, signal.SIGKILL)]
-    assert [reason in broken.reason for broken in job.broken] == [True] * bool(reason)
+    assert [reason in how for _, _, how in job.broken] == [True] * bool(reason)
     job.end(2)
     assert job.started[3:] == [(3, "a", 2)]
 
@@ -363,9 +339,8 @@ def test_a_worker_that_the_others_wait_for_and_that_does_not_move_is_killed(limi
 
     def wait(seconds: float, progress: int = 0, *, waits: bool = True) -> None:
         for _ in range(round(seconds / 0.5)):
-            job.beat(0, 2, waits=waits, ticks=False)
-            job.beat(1, progress=progress, ticks=False)
-            job.tick(0.5)
+            job.note_beat(1, progress=progress)
+            job.wait(0.5, 0, 2, waits=waits)
 
     wait(60, waits=False)  # all compute
     for progress in range(1, 5):  # one works alone
@@ -379,7 +354,7 @@ def test_a_worker_that_the_others_wait_for_and_that_does_not_move_is_killed(limi
     wait(2, 5)
     assert job.sent == ([(1, signal.SIGKILL)] if limit else [])
     if limit:
-        assert "made no progress for 30 s while others waited for it" in job.broken[0].reason
+        assert "made no progress for 30 s while others waited for it" in job.broken[0][2]
 
 
 # ---- new workers
@@ -394,7 +369,7 @@ def test_new_workers_wait_for_each_other_for_a_moment() -> None:
     assert job.called == [1]
     job.show("meeting", 2)
     job.show("meeting", 0)
-    assert job.workers() == (0, 1, 2)
+    assert job.workers == (0, 1, 2)
     assert job.called == [1]
 
 
@@ -444,7 +419,7 @@ def test_a_replacement_in_time_ends_the_wait() -> None:
     job.show("meeting", 0)
     job.wait(20, 0)
     job.show("meeting", 2)
-    assert job.workers() == (0, 2)
+    assert job.workers == (0, 2)
     job.wait(20, 0, 2)
     assert job.over == []
 
@@ -460,20 +435,19 @@ def test_without_hosts_the_job_ends_after_a_while() -> None:
 # ---- scripts that are wrong, places that are wrong
 
 
-def test_a_script_that_fails_at_once_ends_the_job() -> None:
+@pytest.mark.parametrize(
+    ("codes", "code", "said"),
+    [
+        ((4, 3), 3, "none of them has made a step; first worker 1 on a ended with exit code 3"),
+        ((0, 0), 0, "does the script call torchring.elastic.run?"),
+    ],
+)
+def test_a_script_that_ends_at_once_ends_the_job(codes: tuple[int, int], code: int, said: str) -> None:
     job = Job(size=2)
-    job.end(1, 3)
-    job.end(0, 4)
-    assert (job.code, len(job.started)) == (3, 2)
-    assert "none of them has made a step; first worker 1 on a ended with exit code 3" in job.said[-1]
-
-
-def test_a_script_that_is_not_elastic_ends_the_job() -> None:
-    job = Job(size=2)
-    job.end(0, 0)
-    job.end(1, 0)
-    assert job.code == 0
-    assert "does the script call torchring.elastic.run?" in job.said[-1]
+    for worker in (1, 0):
+        job.end(worker, codes[worker])
+    assert (job.code, len(job.started)) == (code, 2)
+    assert said in job.said[-1]
 
 
 def test_a_script_that_kills_worker_after_worker_before_the_first_step_ends_the_job() -> None:
@@ -481,24 +455,24 @@ def test_a_script_that_kills_worker_after_worker_before_the_first_step_ends_the_
     for _ in range(30):
         if job.over:
             break
-        job.end(job.workers()[1], 5)
-        job.show("meeting", job.workers()[0])
+        job.end(job.workers[1], 5)
+        job.show("meeting", job.workers[0])
         for _ in range(100):
             job.tick(0.5)
             job.beat(0)
-            if job.started[-1][0] not in job.workers():
+            if job.started[-1][0] not in job.workers:
                 break
         job.show("meeting", job.started[-1][0])
-        job.show("running", *job.workers())
+        job.show("running", *job.workers)
     assert "workers were lost in a row without a new step; first worker 1 on a" in job.over[0]
-    job.end(job.workers()[0], 0)
+    job.end(job.workers[0], 0)
     assert job.code == 5
 
 
 def lose_all(job: Job, steps: int, code: int = 1) -> None:
     """All workers of a new life make so many steps, and fail."""
     for _ in range(2000):
-        if len(job.started) >= 2 and job.started[-2][0] not in job.workers():
+        if len(job.started) >= 2 and job.started[-2][0] not in job.workers:
             break
         job.tick(0.5)
     workers = [worker for worker, _, _ in job.started[-2:]]
@@ -553,26 +527,19 @@ def test_a_slot_whose_workers_make_steps_and_are_killed_is_used_at_once() -> Non
 # ---- the end
 
 
-def test_the_job_ends_well_when_its_workers_have_finished() -> None:
+@pytest.mark.parametrize("code", [0, 7])
+def test_the_job_ends_as_its_workers_do_when_they_have_finished(code: int) -> None:
     job = running(num=2, max_size=3)
     job.show("finished", 0)
     assert job.over == []
     job.show("finished", 1)
     assert job.over == ["the training has finished"]
     assert job.sent == [(2, signal.SIGTERM)], "has nothing left to do"
-    for worker, code in [(0, 0), (2, 143), (1, 0)]:
+    for worker, ended in [(0, 0), (2, 143), (1, code)]:
         assert job.code is None
-        job.end(worker, code)
-    assert job.code == 0
+        job.end(worker, ended)
+    assert job.code == code
     assert len(job.started) == 3
-
-
-def test_a_worker_that_fails_after_the_training_fails_the_job() -> None:
-    job = running(num=2)
-    job.show("finished", 0, 1)
-    job.end(1, 7)
-    job.end(0, 9)
-    assert job.code == 7
 
 
 def test_who_has_not_finished_goes_on_even_alone() -> None:
@@ -581,9 +548,10 @@ def test_who_has_not_finished_goes_on_even_alone() -> None:
     job.show("finished", 0)
     job.end(0, 0)
     job.end(1)
-    assert job.broken[0].ranks == (1,)
+    assert job.broken[0][1] == (1,)
     job.show("meeting", 2)
-    assert job.generations[1] == Generation(2, (2,), "worker 0 on a has finished; worker 1 on a was killed by SIGKILL")
+    assert job.workers == (2,)
+    assert job.generations[1].reason == "worker 0 on a has finished; worker 1 on a was killed by SIGKILL"
     assert len(job.started) == 4
     job.show("running", 2)
     job.show("finished", 2)
@@ -666,23 +634,26 @@ def test_a_discovery_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_discovery_script_that_fails(
     code: str, trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is named once, and the last good answer stays in force."""
     if "sleep" in code:
         monkeypatch.setattr(hosts_module, "_SCRIPT_SECONDS", 0.3)
+    hosts = hosts_module.from_script(script(tmp_path, code))
+    hosts.ask()
+    assert (hosts.known, hosts.problem) == (None, f"the discovery script '{tmp_path}/discover' {trouble}")
+
+
+def test_a_failure_is_named_once_and_the_last_good_answer_stays_in_force(tmp_path: Path) -> None:
     hosts = hosts_module.from_script(script(tmp_path, "echo localhost:2"))
     hosts.ask()
-    script(tmp_path, code)
-    hosts.ask()
-    hosts.ask()
-    (warning,) = hosts.take_warnings()
-    assert warning.endswith(f"{trouble}; the hosts known so far are kept")
-    assert hosts.known == (Host("localhost", 2),)
-    script(tmp_path, "echo localhost:3")
-    hosts.ask()
-    assert (hosts.known, hosts.problem) == ((Host("localhost", 3),), "")
-    script(tmp_path, code)
-    hosts.ask()
-    assert len(hosts.take_warnings()) == 1, "it is news again"
+    for known in (2, 3):  # after a good answer, it is news again
+        script(tmp_path, "exit 3")
+        hosts.ask()
+        hosts.ask()
+        (warning,) = hosts.take_warnings()
+        assert warning.endswith("failed with exit code 3; the hosts known so far are kept")
+        assert hosts.known == (Host("localhost", known),)
+        script(tmp_path, "echo localhost:3")
+        hosts.ask()
+        assert (hosts.known, hosts.problem) == ((Host("localhost", 3),), "")
 
 
 def test_a_script_that_runs_is_killed_when_the_job_is_over(tmp_path: Path) -> None:
@@ -746,10 +717,10 @@ def test_what_the_driver_writes() -> None:
     assert not theirs.check([card_key(7)])
 
 
-@pytest.mark.parametrize("data", ["nonsense", '{"state": "running", "evil": 1}', "[1]", "[" * 100_000, "{}", "5"])
-def test_a_message_that_is_none_is_one_clear_error(data: str) -> None:
-    with pytest.raises(TopologyError, match="a message of an elastic job is not a Card of torchring's"):
-        Card.decode(data)
+def test_a_message_that_is_none_is_one_clear_error() -> None:
+    for data in ("nonsense", '{"state": "running", "evil": 1}', "[1]", "[" * 100_000, "{}", "5"):
+        with pytest.raises(TopologyError, match="a message of an elastic job is not a Card of torchring's"):
+            Card.decode(data)
 
 
 @pytest.mark.parametrize("key", [ORDERS, card_key(7)])
@@ -777,141 +748,106 @@ def test_a_stranger_who_writes_into_the_store_ends_the_job_with_one_sentence(
 
 # It only speaks the protocol: importing what trains takes another second.
 WORKER = """
-import json, os, pathlib, sys, time
+import json, os, pathlib, signal, sys, time
 from datetime import timedelta
 from torch.distributed import TCPStore
 from torchring.elastic.protocol import *
 from torchring.rendezvous.environment import INVITATION
 from torchring.rendezvous.signed import signed
 
-me, folder = Invitation.decode(os.environ[INVITATION]), pathlib.Path(sys.argv[1])
+me, folder = Invitation.decode(os.environ[INVITATION]), pathlib.Path(os.environ["REPORTS"])
+signal.signal(signal.SIGTERM, lambda number, _: sys.exit(0))
 store = TCPStore(me.addresses[0], me.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
 store = signed(store, me.secret)
 print("worker", me.worker, "starts")
-generation, count, steps, state, is_over = 0, 0, 0, "meeting", False
-while not is_over:
-    is_over = state == "finished"
+generation, count, steps, state = 0, 0, 0, "meeting"
+while True:
     count, steps = count + 1, steps + (state == "running")
     store.set(card_key(me.worker), Card(state, generation, count=count, steps=steps, made=steps).encode())
     time.sleep(0.02)
     orders = Orders.decode(store.get(ORDERS))
     if state == "meeting" and orders.generation > generation and me.worker in orders.workers:
         generation, state = orders.generation, "running"
-        facts = {"pid": os.getpid(), "size": len(orders.workers)}
         path = folder / f".{me.worker}.{generation}"
-        path.write_text(json.dumps({**facts, "environ": dict(os.environ)}))
+        path.write_text(json.dumps({"pid": os.getpid(), "environ": dict(os.environ)}))
         path.rename(folder / f"{me.worker}.{generation}")
     elif state == "running" and generation in (orders.broken, orders.call):
         state = "meeting"
-    elif state == "running" and (folder / "finish").exists():
-        state = "finished"
 """
-
 
 # As sshd does: what stands behind the host is for a shell, which has little of the environment.
 SSH = """while [ "$1" != 192.0.2.1 ]; do shift; done
 shift
-exec env -i PATH="$PATH" HOME="$HOME" sh -c "$*"
+exec env -i PATH="$PATH" HOME="$HOME" REPORTS="$REPORTS" sh -c "$*"
 """
 
 
-class Launched(Launcher):
-    """`torchring run --elastic`, with an ssh that knows one host, 192.0.2.1."""
+def test_a_job_from_start_to_finish(tmp_path: Path) -> None:
+    """A worker of another host is killed and replaced. A signal to the driver ends all."""
+    launcher = Launcher(tmp_path, SSH)
+    line = "run --elastic -H localhost:1,192.0.2.1:1 --network-interfaces lo -np 2 --tag-output --log-dir logs"
+    inherited = {"WORLD_SIZE": "7", "RANK": "3", "MASTER_ADDR": "nowhere"}
+    process = launcher.start(*line.split(), launcher.script(WORKER), **inherited)
 
-    def __init__(self, folder: Path, code: str, *options: str) -> None:
-        super().__init__(folder, SSH)
-        inherited = {"WORLD_SIZE": "7", "RANK": "3", "MASTER_ADDR": "nowhere"}
-        self.process = self.start("run", *options, self.script(code), str(self.reports_folder), **inherited)
-
-    def facts(self) -> dict[str, dict[str, Any]]:
-        """What workers have said, by worker and generation."""
-        return {file.name: json.loads(file.read_text()) for file in self.reports_folder.glob("[0-9]*")}
-
-    def wait_for(self, generation: int, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+    def wait_for(*names: str) -> list[dict[str, Any]]:
         """Until exactly these workers have run in the generation. What they have said."""
 
         def is_there() -> bool:
-            assert self.process.poll() is None, self.process.communicate()
-            said = {name for name in self.facts() if name.endswith(f".{generation}")}
-            return said == {f"{rank}.{generation}" for rank in ranks}
+            assert process.poll() is None, process.communicate()
+            return {name for name in launcher.reports() if name.endswith(names[0][-2:])} == {*names}
 
-        wait_until(is_there, f"generation {generation} of {ranks}")
-        return {rank: self.facts()[f"{rank}.{generation}"] for rank in ranks}
+        wait_until(is_there, f"workers {names}")
+        return [launcher.reports()[name] for name in names]
 
-    def close(self) -> None:
-        for fact in self.facts().values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(fact["pid"], signal.SIGKILL)
-        commands.kill(self.process)
-
-
-def test_a_job_from_start_to_finish(tmp_path: Path) -> None:
-    """A worker is killed and replaced. Two of three slots are on another host."""
-    hosts = ["-H", "localhost:1,192.0.2.1:2", "--network-interfaces", "lo"]
-    options = ["-np", "2", "--max-np", "3", "--tag-output", "--log-dir", "logs"]
-    job = Launched(tmp_path, WORKER, "--elastic", *hosts, *options)
     try:
-        first = job.wait_for(1, [0, 1])
-        for worker in (0, 1):
-            assert first[worker]["size"] == 2
-            assert first[worker]["environ"].keys() >= {"OMP_NUM_THREADS", "TORCHRING_JOB", "GLOO_SOCKET_IFNAME"}
-            names = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCH_CPP_LOG_LEVEL"}
-            assert names.isdisjoint(first[worker]["environ"])
-        second = job.wait_for(2, [0, 1, 2])
-        assert [second[worker]["environ"]["LOCAL_RANK"] for worker in (0, 1, 2)] == ["0", "0", "1"]
+        first = wait_for("0.1", "1.1")
         os.kill(first[1]["pid"], signal.SIGKILL)
-        job.wait_for(3, [0, 2])
-        facts = job.wait_for(4, [0, 2, 3])
-        assert facts[3]["environ"]["LOCAL_RANK"] == "0"
-        (job.reports_folder / "finish").touch()
-        out, err = job.process.communicate(timeout=patient(60))
+        wait_for("0.2")
+        wait_for("0.3", "2.3")
+        process.send_signal(signal.SIGTERM)
     finally:
-        job.close()
-    assert job.process.returncode == 0, err
-    assert sorted(out.splitlines()) == [f"[{worker}] worker {worker} starts" for worker in range(4)]
-    assert [(job.folder / "logs" / f"worker{worker}.log").read_text() for worker in (0, 3)] == [
-        "worker 0 starts\n", "worker 3 starts\n"
-    ]  # fmt: skip
-    changes = [line.partition(" begins, ")[2] for line in err.splitlines() if " begins, " in line]
-    assert changes == [
-        "2 workers (localhost: 0; 192.0.2.1: 1), because the job starts",
-        "3 workers (localhost: 0; 192.0.2.1: 1, 2), because worker 2 joined",
-        "2 workers (localhost: 0; 192.0.2.1: 2), because worker 1 on 192.0.2.1 was killed by SIGKILL",
-        "3 workers (localhost: 0; 192.0.2.1: 2, 3), because worker 3 joined",
+        ran = launcher.finish(process)
+    assert ran.returncode == 128 + signal.SIGTERM
+    for said in first:
+        assert said["environ"].keys() >= {"OMP_NUM_THREADS", "TORCHRING_JOB", "GLOO_SOCKET_IFNAME"}
+        assert said["environ"].keys().isdisjoint({"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCH_CPP_LOG_LEVEL"})
+    assert sorted(ran.stdout.splitlines()) == [f"[{worker}] worker {worker} starts" for worker in range(3)]
+    for worker in range(3):
+        assert (launcher.folder / "logs" / f"worker{worker}.log").read_text() == f"worker {worker} starts\n"
+    assert ran.stderr.splitlines() == [
+        f"torchring run: {said}"
+        for said in (
+            "generation 1 begins, 2 workers (localhost: 0; 192.0.2.1: 1), because the job starts",
+            "generation 2 begins, 1 worker (localhost: 0), because worker 1 on 192.0.2.1 was killed by SIGKILL",
+            "generation 3 begins, 2 workers (localhost: 0; 192.0.2.1: 2), because worker 2 joined",
+            "torchring run was told to end by SIGTERM",
+        )
     ]
-    assert len(err.splitlines()) == len(changes), err
 
 
 WAITS = """
 import json, os, pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda number, _: (told.touch(), sys.exit(0)))
-slot = os.environ["LOCAL_RANK"]
-told = pathlib.Path(sys.argv[1], f"told{slot}")
-path = pathlib.Path(sys.argv[1], f".{slot}.1")
-path.write_text(json.dumps({"pid": os.getpid()}))
-path.rename(path.with_name(f"{slot}.1"))
+path = pathlib.Path(os.environ["REPORTS"], os.environ["LOCAL_RANK"])
+signal.signal(signal.SIGTERM, lambda number, _: (path.with_name(f"told{path.name}").touch(), sys.exit(0)))
+path.with_name("new" + path.name).write_text(json.dumps({"pid": os.getpid()}))
+path.with_name("new" + path.name).rename(path)
 time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_the_driver_ends_the_job_and_tells_its_workers(number: signal.Signals, tmp_path: Path) -> None:
+def test_when_the_driver_is_killed_its_workers_are_told(tmp_path: Path) -> None:
     """So that they can save."""
-    job = Launched(tmp_path, WAITS, "--elastic", "-np", "2", "--min-np", "1")
+    launcher = Launcher(tmp_path)
+    process = launcher.start("run", "--elastic", "-np", "2", "--min-np", "1", launcher.script(WAITS))
     try:
-        wait_until(lambda: len(job.facts()) == 2, "the workers")
-        pids = [fact["pid"] for fact in job.facts().values()]
+        wait_until(lambda: launcher.reports().keys() == {"0", "1"}, "the workers")
+        pids = launcher.pids()
         assert all(map(is_running, pids))
-        job.process.send_signal(number)
+        process.kill()
         wait_until(lambda: not any(map(is_running, pids)), "the workers to end")
-        if number == signal.SIGTERM:
-            _, err = job.process.communicate(timeout=patient(60))
-            assert job.process.returncode == 128 + signal.SIGTERM
-            assert err == "torchring run: torchring run was told to end by SIGTERM\n"
-        assert {file.name for file in job.reports_folder.glob("told*")} == {"told0", "told1"}
+        assert {file.name for file in launcher.reports_folder.glob("told*")} == {"told0", "told1"}
     finally:
-        job.close()
-        job.process.communicate(timeout=patient(30))
+        launcher.finish(process)
 
 
 # ---- what others share

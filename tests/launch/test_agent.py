@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
+import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch.test_launcher import Launcher
-from tests.support import commands
+from tests.launch.test_launcher import LISTENING
+from tests.support.commands import Launcher
 from tests.support.harness import is_running, patient, wait_until
 from tests.support.netns import needs_hosts
 from torchring.bench.netns import INTERFACE, Network
@@ -27,6 +25,7 @@ from torchring.launch import launcher as run_module
 from torchring.launch.hosts import Host, HostPlan, LaunchError, is_here, parse_hostfile, parse_hosts, share_out
 from torchring.launch.launcher import start
 from torchring.launch.output import OutputOptions
+from torchring.rendezvous.environment import JOB
 
 REAPER = Path(run_module.__file__).with_name("reaper.py")
 
@@ -75,75 +74,19 @@ if sys.argv[1:2] == ["fail"]:
     sys.exit(3) if rank == sys.argv[2] else time.sleep(60)
 """
 
-SUM = """
-import json, os, torch, torchring
-total = torchring.all_reduce(torch.tensor([10.0 ** torchring.rank()]), "sum").item()
-facts = [torchring.rank(), torchring.local_rank(), torchring.node_rank(), total, os.environ["SETTING"], os.getcwd()]
-print(json.dumps(facts) + "\\n", end="", flush=True)
-"""
 
-# What the rank and its agent listen at, and the kernel's text for these addresses.
-LISTENING = """
-import pathlib
-def listening(pid):
-    links = [os.readlink(link) for link in pathlib.Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
-    for table in ("tcp", "tcp6"):
-        for line in pathlib.Path("/proc/net", table).read_text().splitlines()[1:]:
-            _, here, _, state, *others = line.split()
-            if state == "0A" and f"socket:[{others[5]}]" in links:
-                yield here.partition(":")[0]
-if torchring.rank() == 0:
-    print("listening at", *sorted([*listening(os.getpid()), *listening(os.getppid())]), file=sys.stderr, flush=True)
-torchring.all_reduce(torch.zeros(1))
-"""
-
-
-def _of_kernel(address: str) -> str:
-    return socket.inet_aton(address)[::-1].hex().upper()
-
-
-def check_lines(out: str, ranks: int, tag: str = "") -> None:
-    """Each of them whole, and each rank's in order."""
-    lines = out.splitlines()
-    for rank in range(ranks):
-        start = tag.format(rank)
-        mine = [line for line in lines if line.endswith(f" of {rank}")]
-        assert mine == [f"{start}line {i} of {rank}" for i in range(300)]
-    assert len(lines) == 300 * ranks
-
-
-class Cluster(Launcher):
-    """With an ssh that knows the hosts of `cases`."""
-
-    def __init__(self, folder: Path, cases: str) -> None:
-        super().__init__(folder, SSH % cases)
-        self.log = folder / "log"
-        self.log.touch()
-        self.environ["SSH_LOG"] = str(self.log)
-
-    def start(self, *arguments: str, code: str = RANK, **how: Any) -> subprocess.Popen[str]:
-        self.script(code)
-        return super().start("run", *arguments, **how)
-
-    def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-        try:
-            return commands.finish(process)
-        finally:
-            for pid in self.pids():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-    def run(self, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
-        return self.finish(self.start(*arguments, **how))
-
-    def pids(self) -> list[int]:
-        return [report["pid"] for report in self.reports()]
+def make_cluster(folder: Path, cases: str) -> Launcher:
+    """With an ssh that knows the hosts of `cases`, and notes what it was told."""
+    cluster = Launcher(folder, SSH % cases)
+    cluster.environ["SSH_LOG"] = str(folder / "log")
+    cluster.script(RANK)
+    return cluster
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
+def cluster(tmp_path: Path) -> Launcher:
     """Two "hosts", both this machine, which only ssh knows."""
-    return Cluster(tmp_path, '    far | further) exec sh -c "$*" ;;')
+    return make_cluster(tmp_path, '    far | further) exec sh -c "$*" ;;')
 
 
 # ---- hosts
@@ -187,13 +130,15 @@ def test_hosts_are_filled_in_order_and_this_host_has_many_names() -> None:
 
 def test_what_starts_them() -> None:
     here, far = Host("localhost", 2), Host("192.0.2.1", 2)
-    assert run_module._choose([here], "auto") == "local"
-    assert run_module._choose([here, far], "auto") == "ssh"
+    assert [run_module._choose(hosts, "auto") for hosts in ([here], [here, far])] == ["local", "ssh"]
     assert run_module._choose([here, far], "srun") == "srun"
-    with pytest.raises(LaunchError, match="'kubectl' is for --elastic"):
-        run_module._choose([here], "kubectl")
-    with pytest.raises(LaunchError, match="must be one of auto, local, ssh, srun, kubectl, got 'mpirun'"):
-        start(["x.py"], launcher="mpirun")
+    for launcher, refused in (
+        ("kubectl", "'kubectl' is for --elastic"),
+        ("local", "launcher 'local' starts nothing on 192.0.2.1"),
+        ("mpirun", "must be one of auto, local, ssh, srun, kubectl, got 'mpirun'"),
+    ):
+        with pytest.raises(LaunchError, match=refused):
+            start(["x.py"], hosts=[here, far], launcher=launcher)
 
 
 # ---- the reaper
@@ -201,41 +146,47 @@ def test_what_starts_them() -> None:
 
 def reaped(*command: str) -> tuple[subprocess.Popen[bytes], int]:
     theirs, lifeline = os.pipe()
-    process = subprocess.Popen([sys.executable, "-I", str(REAPER), str(theirs), *command], pass_fds=[theirs])
+    reaper = [sys.executable, "-I", str(REAPER), str(theirs), "--title", "the command"]
+    process = subprocess.Popen([*reaper, *command], pass_fds=[theirs])
     os.close(theirs)
     return process, lifeline
 
 
-@pytest.mark.parametrize(
-    ("command", "code"),
-    [
-        *(
-            (["sh", "-c", command], code)
-            for command, code in (("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143))
-        ),
-        (["/nowhere/command"], 127),
-    ],
-)
-def test_the_reaper_passes_the_exit_code_on(command: list[str], code: int) -> None:
-    process, lifeline = reaped(*command)
-    assert process.wait(patient(20)) == code
-    os.close(lifeline)
+def child_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
-@pytest.mark.parametrize("ending", ["pipe", "signal", "failure"])
-def test_the_reaper_leaves_nothing(ending: str, tmp_path: Path) -> None:
+def test_the_reaper_passes_the_exit_code_on() -> None:
+    commands = {"exit 0": 0, "exit 7": 7, "kill -9 $$": 137, "kill -15 $$": 143}
+    started = [(reaped("sh", "-c", command), code) for command, code in commands.items()]
+    for (process, lifeline), code in [*started, (reaped("/nowhere/command"), 127)]:
+        assert process.wait(patient(20)) == code
+        os.close(lifeline)
+
+
+@pytest.mark.parametrize(("ending", "code"), [("pipe", 143), ("signal", 143), ("failure", 4), ("kill", 137)])
+def test_the_reaper_leaves_nothing(ending: str, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Not those that are in sessions of their own and have lost their parent either."""
     orphan = f"setsid sh -c 'echo $$ >{tmp_path}/new && mv {tmp_path}/new {tmp_path}/pid; exec sleep 60' &"
-    process, lifeline = reaped("sh", "-c", f"{orphan} {'sleep 1; exit 4' if ending == 'failure' else 'sleep 60'}")
+    fails = f"until [ -e {tmp_path}/fail ]; do sleep 0.02; done; exit 4"
+    process, lifeline = reaped("sh", "-c", f"{orphan} {fails}")
     wait_until((tmp_path / "pid").exists, "the orphan")
-    pid = int((tmp_path / "pid").read_text())
+    pid, command = int((tmp_path / "pid").read_text()), child_of(process.pid)
     assert is_running(pid)
     if ending == "pipe":
         os.close(lifeline)
     elif ending == "signal":
         process.terminate()
-    assert process.wait(patient(20)) == (4 if ending == "failure" else 143)
+    elif ending == "failure":
+        (tmp_path / "fail").touch()
+    else:
+        os.kill(command, signal.SIGKILL)
+    assert process.wait(patient(20)) == code
     assert not is_running(pid)
+    said = (
+        f"torchring run: the command (pid {command}) was killed by SIGKILL; the processes that it has started end, too"
+    )
+    assert capfd.readouterr().err == (f"{said}\n" if ending == "kill" else "")
     if ending != "pipe":
         os.close(lifeline)
 
@@ -273,113 +224,85 @@ def test_a_reaper_that_gets_no_heartbeat_ends_its_command(beats: bool, monkeypat
     """As behind a line that is cut: the pipe is not closed."""
     monkeypatch.setattr(run_module, "HEARTBEAT_SECONDS", 0.1 if beats else 100.0)
     reaper = [sys.executable, "-I", str(REAPER), "0", "--silence", "1"]
-    job = run_module.HostJob("host", [*reaper, "sleep", "2" if beats else "60"], os.environ, is_remote=True)
+    job = run_module.HostJob("host", [*reaper, "sleep", "1.5" if beats else "60"], os.environ, is_remote=True)
     assert run_module._supervise([job], None) == (0 if beats else 128 + signal.SIGTERM)
 
 
-# ---- over ssh
+# ---- the agent, in this process
 
 
-def test_hosts_over_ssh(cluster: Cluster) -> None:
-    """Two hosts of unequal size; everything that a shell could take apart arrives whole, and so does an exit code."""
-    given = ["fail", "2", "a b", "$HOME", "it's", "--", "-np", "*", ""]
-    hosts = ["-H", "far:2,further:9", "-np", "3", "--tag-output"]
-    cluster.environ["SETTING"] = f"x y's $Z\n {secrets.token_hex(8)}"
-    ran = cluster.run("--launcher", "ssh", *hosts, "--env", "SETTING", "script.py", *given)
-    assert ran.returncode == 3, ran.stderr
-    check_lines(ran.stdout, 3, "[{}] ")
-    assert [ran.stderr.count(f"[{rank}] end of {rank}") for rank in range(3)] == [1, 1, 1]
-    assert "torchring run: rank 2 (pid " in ran.stderr
-    assert "torchring run: the processes on further failed, with exit code 3" in ran.stderr
-    assert not any(map(is_running, cluster.pids()))
-    assert sorted(cluster.log.read_text().split()) == ["far", "further"]
-    assert "Traceback" not in ran.stderr, "no agent was left without the store"
-    reports = cluster.reports()
-    assert [report["RANK"] for report in reports] == ["0", "1", "2"]
-    assert [report["LOCAL_RANK"] for report in reports] == ["0", "1", "0"]
-    assert [report["LOCAL_WORLD_SIZE"] for report in reports] == ["2", "2", "1"]
-    for report in reports:
-        assert (report["WORLD_SIZE"], report["SETTING"], report["argv"]) == ("3", cluster.environ["SETTING"], given)
-        assert not report["shown"], "in a command line, which all users of the machine can read"
-        assert report["cwd"] == str(cluster.folder)
-    assert cluster.environ["SETTING"].split()[-1] not in Path(f"{cluster.log}.commands").read_text()
+@pytest.fixture
+def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs a script on two ranks. Returns the exit code."""
+    monkeypatch.setenv("REPORTS", str(tmp_path))
+    monkeypatch.setenv(JOB, "secret")
+
+    def run(code: str, **output: Any) -> int:
+        (tmp_path / "script.py").write_text(code)
+        plan = HostPlan(2, 0, 2, 1, 0, "localhost", "", 0, OutputOptions(**output), "none")
+        return agent.main([plan.to_json(), str(tmp_path / "script.py")])
+
+    return run
 
 
-def test_a_host_that_ssh_does_not_know(cluster: Cluster) -> None:
-    ran = cluster.run("--launcher", "ssh", "-H", "localhost,nowhere", "script.py", "wait")
-    assert ran.returncode == 255
-    assert "Could not resolve hostname nowhere" in ran.stderr
-    assert "torchring run: nowhere ended first, with 255: ssh could not run the processes there" in ran.stderr
-    assert not any(map(is_running, cluster.pids()))
+# The exit handlers of rank 0 run for longer than the other rank takes to fail because of it, and to end.
+FAILS_AND_TAKES_LONG = """
+import atexit, os, sys, time
+from pathlib import Path
+path = Path(os.environ["REPORTS"], "1")
+@atexit.register  # runs last: torchring has said goodbye to the other rank
+def wait():
+    while os.environ["RANK"] == "0" and os.path.exists(f"/proc/{path.read_text()}"):
+        time.sleep(0.01)
+import torch, torchring
+if os.environ["RANK"] == "1":
+    path.write_text(str(os.getpid()))
+torchring.barrier()
+if os.environ["RANK"] == "0":
+    sys.exit(3)
+torchring.all_reduce(torch.ones(1))
+"""
 
-
-@pytest.mark.parametrize(
-    ("hosts", "number", "code"),
-    [
-        (["-H", "localhost,far", "--launcher", "ssh"], signal.SIGTERM, 143),
-        (["-np", "2"], signal.SIGINT, 130),
-        (["-np", "2"], signal.SIGKILL, -signal.SIGKILL),
-    ],
-    ids=str,
-)
-def test_nothing_outlives_the_launcher(hosts: list[str], number: signal.Signals, code: int, cluster: Cluster) -> None:
-    """The signal goes to the launcher alone, as from a scheduler; a terminal would send Ctrl-C to the ranks as well."""
-    process = cluster.start(*hosts, "script.py", "wait")
-    try:
-        wait_until(lambda: len(cluster.pids()) == 2 or process.poll() is not None, "the ranks")
-        pids = cluster.pids()
-        assert len(pids) == 2
-        assert all(map(is_running, pids))
-        for _ in range(3 if number == signal.SIGINT else 1):  # as by somebody in a hurry
-            process.send_signal(number)
-        assert process.wait(patient(40)) == code
-        wait_until(lambda: not any(map(is_running, pids)), "the ranks to end", seconds=20)
-    finally:
-        ran = cluster.finish(process)
-    assert number != signal.SIGINT or "torch" not in ran.stderr  # tracebacks are the ranks' own
+# The other rank has time to see it, and to say so. It does not count as the one that ended first.
+IS_KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+path = Path(os.environ["REPORTS"], "0")
+if os.environ["RANK"] == "0":
+    path.write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGKILL)
+while not path.exists() or not path.read_text() or os.path.exists(f"/proc/{path.read_text()}"):
+    time.sleep(0.01)
+sys.exit("rank 0 died in step 5")
+"""
 
 
 @pytest.mark.parametrize(
-    ("depth", "message"),
+    ("script", "code", "said"),
     [
-        (1, "the process that watches over the ranks (reaper.py, pid {}) was killed by SIGKILL"),
-        (2, "the process that starts the ranks (pid {}) was killed by SIGKILL"),
+        (FAILS_AND_TAKES_LONG, 3, r"rank 0 \(pid [0-9]+\) failed first, with exit code 3"),
+        (
+            IS_KILLED,
+            137,
+            r"rank 0 died in step 5\ntorchring run: rank 0 \(pid [0-9]+\) failed first, killed by SIGKILL",
+        ),
     ],
-    ids=["reaper", "agent"],
+    ids=["fails", "is killed"],
 )
-def test_a_process_between_launcher_and_ranks_is_killed(depth: int, message: str, cluster: Cluster) -> None:
-    """The job ends, and the launcher says why."""
-    process = cluster.start("-np", "2", "script.py", "wait")
-    try:
-        wait_until(lambda: len(cluster.pids()) == 2 or process.poll() is not None, "the ranks")
-        victim = process.pid
-        for _ in range(depth):
-            victim = int(Path(f"/proc/{victim}/task/{victim}/children").read_text().split()[0])
-        os.kill(victim, signal.SIGKILL)
-        assert process.wait(patient(40)) == 137
-        wait_until(lambda: not any(map(is_running, cluster.pids())), "the ranks to end", seconds=20)
-    finally:
-        ran = cluster.finish(process)
-    assert f"torchring run: {message.format(victim)}" in ran.stderr
+def test_exit_code_of_the_rank_that_failed_first(
+    script: str, code: int, said: str, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(script) == code
+    err = capfd.readouterr().err
+    assert re.search(said, err), err
 
 
 def test_a_folder_for_logs_that_cannot_be_made_is_named_with_its_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(agent, "_store", lambda plan: None)
-    plan = HostPlan(1, 0, 1, 1, 0, "localhost", "", 0, OutputOptions(log_dir=str(tmp_path / "file" / "logs")), "none")
-    assert agent.main([plan.to_json(), "script.py"]) == 2
-    assert capsys.readouterr().err == f"torchring run: --log-dir {tmp_path}/file/logs: Not a directory\n"
-
-
-# ---- where the store listens
-
-
-def test_one_machine_listens_on_loopback_only(cluster: Cluster) -> None:
-    ran = cluster.run("-np", "2", "--env", "SETTING=", "script.py", code=f"import sys{SUM}{LISTENING}")
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr == f"listening at {_of_kernel('127.0.0.1')}\n"
+    assert run_here("", log_dir=str(tmp_path / "file" / "logs")) == 2
+    assert capfd.readouterr().err == f"torchring run: --log-dir {tmp_path}/file/logs: Not a directory\n"
 
 
 @pytest.mark.parametrize(
@@ -401,50 +324,102 @@ def test_an_address_that_may_differ_for_other_hosts(
             pass
 
 
+# ---- over ssh
+
+
+def test_hosts_over_ssh(cluster: Launcher) -> None:
+    """Two hosts of unequal size; everything that a shell could take apart arrives whole, and so does an exit code."""
+    given = ["fail", "2", "a b", "$HOME", "it's", "--", "-np", "*", ""]
+    hosts = ["--launcher", "ssh", "-H", "far:2,further:9", "-np", "3", "--tag-output"]
+    setting = cluster.environ["SETTING"] = f"x y's $Z\n {secrets.token_hex(8)}"
+    ran = cluster.run("run", *hosts, "--env", "SETTING", "script.py", *given)
+    assert ran.returncode == 3, ran.stderr
+    lines = ran.stdout.splitlines()
+    for rank in range(3):  # each line whole, and each rank's in order
+        assert [line for line in lines if line.endswith(f" of {rank}")] == [
+            f"[{rank}] line {i} of {rank}" for i in range(300)
+        ]
+        assert ran.stderr.count(f"[{rank}] end of {rank}") == 1
+    assert len(lines) == 3 * 300
+    assert "torchring run: rank 2 (pid " in ran.stderr
+    assert "torchring run: the processes on further failed, with exit code 3" in ran.stderr
+    assert not any(map(is_running, cluster.pids()))
+    log = Path(cluster.environ["SSH_LOG"])
+    assert sorted(log.read_text().split()) == ["far", "further"]
+    assert "Traceback" not in ran.stderr, "no agent was left without the store"
+    reports = [*cluster.reports().values()]
+    assert [report["RANK"] for report in reports] == ["0", "1", "2"]
+    assert [report["LOCAL_RANK"] for report in reports] == ["0", "1", "0"]
+    assert [report["LOCAL_WORLD_SIZE"] for report in reports] == ["2", "2", "1"]
+    for report in reports:
+        assert (report["WORLD_SIZE"], report["SETTING"], report["argv"]) == ("3", setting, given)
+        assert not report["shown"], "in a command line, which all users of the machine can read"
+        assert report["cwd"] == str(cluster.folder)
+    assert setting.split()[-1] not in Path(f"{log}.commands").read_text()
+
+
+def test_a_host_that_ssh_does_not_know(cluster: Launcher) -> None:
+    ran = cluster.run("run", "-H", "nowhere:2", "script.py", "wait")
+    assert ran.returncode == 255
+    assert "Could not resolve hostname nowhere" in ran.stderr
+    assert "torchring run: nowhere ended first, with 255: ssh could not run the processes there" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("hosts", "victim", "number", "code"),
+    [
+        (["-H", "far:2"], "launcher", signal.SIGKILL, -signal.SIGKILL),
+        (["-np", "2"], "launcher", signal.SIGINT, 130),
+        (["-np", "2"], "reaper", signal.SIGKILL, 137),
+    ],
+    ids=str,
+)
+def test_nothing_outlives_the_launcher(
+    hosts: list[str], victim: str, number: signal.Signals, code: int, cluster: Launcher
+) -> None:
+    """The signal goes to one process alone, as from a scheduler; a terminal would send Ctrl-C to the ranks as well."""
+    process = cluster.start("run", *hosts, "script.py", "wait")
+    try:
+        wait_until(lambda: len(cluster.pids()) == 2 or process.poll() is not None, "the ranks")
+        pids = cluster.pids()
+        assert len(pids) == 2
+        assert all(map(is_running, pids))
+        pid = process.pid if victim == "launcher" else child_of(process.pid)
+        for _ in range(3 if number == signal.SIGINT else 1):  # as by somebody in a hurry
+            os.kill(pid, number)
+        assert process.wait(patient(40)) == code
+        wait_until(lambda: not any(map(is_running, pids)), "the ranks to end", seconds=20)
+    finally:
+        ran = cluster.finish(process)
+    assert number != signal.SIGINT or "torch" not in ran.stderr  # tracebacks are the ranks' own
+    said = f"torchring run: the process that watches over the ranks (reaper.py, pid {pid}) was killed by SIGKILL"
+    assert (said in ran.stderr) is (victim == "reaper")
+
+
 # ---- hosts that are apart
 
-
-@pytest.fixture
-def network(tmp_path: Path) -> Iterator[tuple[Network, Cluster]]:
-    """Two namespaces with host names of their own, which Open MPI goes by, and a name service that answers at once."""
-    with Network(2) as network:
-        folders = [Path("/etc/netns", network.name(host)) for host in range(2)]
-        cases = []
-        for host, folder in enumerate(folders):
-            folder.mkdir(parents=True)
-            (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")
-            names = [f"{address} torchring-host{i}\n" for i, address in enumerate(network.addresses)]
-            (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
-            there = " ".join(network.command(host, ["unshare", "--uts", "sh", "-c"]))
-            cases.append(
-                f"""    {network.addresses[host]}) exec {there} 'hostname torchring-host{host}; eval "$0"' "$*" ;;"""
-            )
-        try:
-            yield network, Cluster(tmp_path, "\n".join(cases))
-        finally:
-            for folder in folders:
-                shutil.rmtree(folder)
-            with contextlib.suppress(OSError):
-                folders[0].parent.rmdir()
+SUM = """
+import os, sys, torch, torchring
+from pathlib import Path
+total = torchring.all_reduce(torch.tensor([10.0 ** torchring.rank()]), "sum").item()
+print(torchring.rank(), torchring.local_rank(), torchring.node_rank(), total, os.environ["SETTING"], os.getcwd())
+"""
 
 
 @needs_hosts
 @pytest.mark.grid  # test_hosts_over_ssh goes to other hosts of one machine
-def test_hosts_that_are_apart(network: tuple[Network, Cluster]) -> None:
-    """Started on the first of them, which is not gone to by ssh."""
-    hosts, cluster = network
-    on_first = hosts.command(0, ["unshare", "--uts", "sh", "-c", 'hostname torchring-host0; exec "$@"', "sh"])
-    slots = f"{hosts.addresses[0]}:2,{hosts.addresses[1]}:1"
-    options = ["-H", slots, "--env", "SETTING=x y", "--env", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
-    ran = cluster.run(*options, "script.py", code=f"import sys{SUM}{LISTENING}", before=on_first)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    ranks = sorted(json.loads(line) for line in ran.stdout.splitlines() if line.startswith("["))
-    folder = str(cluster.folder)
-    assert ranks == [
-        [0, 0, 0, 111.0, "x y", folder], [1, 1, 0, 111.0, "x y", folder], [2, 0, 1, 111.0, "x y", folder]
-    ]  # fmt: skip
-    assert cluster.log.read_text().split() == [hosts.addresses[1]]
-    listening = {
-        word for line in ran.stderr.splitlines() if line.startswith("listening at") for word in line.split()[2:]
-    }
-    assert listening == {_of_kernel(hosts.addresses[0])}  # the store, and Gloo
+def test_hosts_that_are_apart(tmp_path: Path) -> None:
+    """Started on the first of them, which is not gone to by ssh. The store and Gloo listen at its address."""
+    with Network(2) as hosts:
+        enter = " ".join(hosts.command(1, ["sh", "-c"]))
+        cluster = make_cluster(tmp_path, f'    {hosts.addresses[1]}) exec {enter} "$*" ;;')
+        cluster.script(SUM + LISTENING)
+        options = ["-H", f"{hosts.addresses[0]}:2,{hosts.addresses[1]}:1", "--env", "SETTING=x y"]
+        options += ["--env", f"GLOO_SOCKET_IFNAME={INTERFACE}", "script.py"]
+        ran = cluster.run("run", *options, before=hosts.command(0, []))
+        assert ran.returncode == 0, ran.stderr[-4000:]
+        places = sorted(line for line in ran.stdout.splitlines() if "x y" in line)
+        assert places == [f"{ranks} 111.0 x y {cluster.folder}" for ranks in ("0 0 0", "1 1 0", "2 0 1")]
+        address = socket.inet_aton(hosts.addresses[0])[::-1].hex().upper()
+        (listening,) = (line for line in ran.stderr.splitlines() if line.startswith("listening at"))
+        assert set(listening.split()[2:]) == {address}

@@ -1,26 +1,22 @@
-"""`torchring run`: what ranks are told, what becomes of their exit codes, and that none survives the launcher; and
-`torchring bench`."""
+"""`torchring` as a command: what ranks of `torchring run` are told, wrong command lines, and `torchring bench`."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import torchring
 from tests.support import commands
+from tests.support.commands import Launcher
 from tests.support.documents import ROOT, blocks
-from tests.support.grids import grid
-from tests.support.harness import _clean_environ, patient, wait_until
+from tests.support.harness import patient, wait_until
 from torchring import cli
 from torchring.placement import bind
 
@@ -30,49 +26,27 @@ MOST_FILES_LOADED, MOST_LINES_LOADED = 84, 13_900
 REPORT = """
 import json, os, sys
 from pathlib import Path
-names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "TORCHRING_PLACE"]
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "TORCHRING_PLACE", "PYTHONPATH"]
 facts = {"argv": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0)), "input": sys.stdin.read()}
 text = json.dumps({**facts, **{name: os.environ.get(name) for name in names}})
 Path(os.environ["REPORTS"], os.environ["RANK"]).write_text(text)
+print("all", "well")
+print("not all", file=sys.stderr)
 """
 
-
-class Launcher:
-    """Runs `python -m torchring ...` in a folder of its own; what ranks write to $REPORTS is in `reports`.
-
-    Args:
-        ssh: a script for /bin/sh that stands in for ssh.
-    """
-
-    input = "for rank 0\n"
-
-    def __init__(self, folder: Path, ssh: str = "") -> None:
-        self.folder = folder / "a folder's name"
-        self.reports_folder = folder / "reports"
-        for made in (self.folder, self.reports_folder, folder / "bin"):
-            made.mkdir()
-        if ssh:
-            (folder / "bin" / "ssh").write_text(f"#!/bin/sh\n{ssh}")
-            (folder / "bin" / "ssh").chmod(0o755)
-        self.environ = {name: value for name, value in _clean_environ().items() if not name.startswith("TORCHRING_")}
-        self.environ |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        self.environ["REPORTS"] = str(self.reports_folder)
-        del self.environ["OMP_NUM_THREADS"]
-
-    def script(self, code: str, name: str = "script.py") -> str:
-        (self.folder / name).write_text(code)
-        return name
-
-    def start(self, *arguments: str, before: Sequence[str] = (), **environ: str) -> subprocess.Popen[str]:
-        command = [*before, sys.executable, "-m", "torchring", *arguments]
-        return commands.start(command, {**self.environ, **environ}, self.folder)
-
-    def run(self, *arguments: str, **how: str) -> subprocess.CompletedProcess[str]:
-        return commands.finish(self.start(*arguments, **how), self.input)
-
-    def reports(self) -> list[dict[str, Any]]:
-        files = sorted(self.reports_folder.glob("[0-9]*"), key=lambda file: int(file.name))
-        return [json.loads(file.read_text()) for file in files]
+# What rank 0 and its agent listen at, in the kernel's text for addresses.
+LISTENING = """
+def listening(pid):
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            _, here, _, state, *others = line.split()
+            if state == "0A" and f"socket:[{others[5]}]" in links:
+                yield here.partition(":")[0]
+if torchring.rank() == 0:
+    print("listening at", *sorted([*listening(os.getpid()), *listening(os.getppid())]), file=sys.stderr, flush=True)
+torchring.all_reduce(torch.zeros(1))
+"""
 
 
 @pytest.fixture
@@ -84,146 +58,92 @@ def launcher(tmp_path: Path) -> Launcher:
 
 
 def test_ranks_get_their_place_and_the_scripts_arguments(launcher: Launcher) -> None:
-    """Those that look like the launcher's own, too: everything behind the script belongs to it."""
+    """Those that look like the launcher's own, too. With a stdout that is closed, they print into nothing."""
     line = "data --help -np 7 --num-proc=3 -h --version --nproc-per-node=9 -x -- -- run --standalone --lr -0.5"
     given = [*line.split(), "a b", ""]
-    ran = launcher.run("run", "-np", "2", launcher.script(REPORT), *given)
-    assert ran.returncode == 0, ran.stderr
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh"]
+    ran = launcher.run("run", "-np", "2", launcher.script(REPORT), *given, before=closed, said="for rank 0\n")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "not all\n" * 2)
     reports = launcher.reports()
-    assert [report["argv"] for report in reports] == [given, given]
-    assert [report["input"] for report in reports] == [launcher.input, ""]
-    assert [report["RANK"] for report in reports] == ["0", "1"]
-    assert [report["LOCAL_RANK"] for report in reports] == ["0", "1"]
-    assert [report["WORLD_SIZE"] for report in reports] == ["2", "2"]
-    expected = [bind("auto", index, 2, os.sched_getaffinity(0)) for index in range(2)]
-    for report, (cores, threads, sentence) in zip(reports, expected, strict=True):
-        assert report["cores"] == sorted({cpu for core in cores for cpu in core} or os.sched_getaffinity(0))
-        assert (report["OMP_NUM_THREADS"], report["TORCHRING_PLACE"]) == (str(threads), sentence)
+    assert [*reports] == ["0", "1"]
+    for rank, report in enumerate(reports.values()):
+        cores, threads, sentence = bind("auto", rank, 2, os.sched_getaffinity(0))
+        assert report == {
+            **{"argv": given, "input": "" if rank else "for rank 0\n", "PYTHONPATH": str(ROOT)},
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+            **{"OMP_NUM_THREADS": str(threads), "TORCHRING_PLACE": sentence},
+            "cores": sorted({cpu for core in cores for cpu in core} or os.sched_getaffinity(0)),
+        }
 
 
-def test_a_double_dash_first_belongs_to_the_script(launcher: Launcher) -> None:
-    """A module, and a terminal's worth of nothing: what it prints is in the log file only."""
-    launcher.script(REPORT + "print('all', 'well')")
-    logs = ["--log-dir", "logs", "--quiet"]
-    ran = launcher.run("run", "--num-proc=1", *logs, "-m", "script", "--", "--epochs", "3", OMP_NUM_THREADS="3")
+def test_a_checkout_that_is_not_installed_runs_a_module(launcher: Launcher) -> None:
+    """Its processes find the package, too. Here nothing reads the .pth file that leads to the checkout.
+
+    A "--" behind the module belongs to it, and what it prints is in the log file only.
+    """
+    launcher.script(REPORT, "module.py")
+    search = f"{sysconfig.get_path('purelib')}:{launcher.folder}"
+    environ = {**launcher.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "3"}
+    line = f"-S -m torchring run --num-proc=1 --log-dir {launcher.reports_folder} --quiet -m module -- --epochs 3"
+    ran = subprocess.run([sys.executable, *line.split()], cwd=ROOT, env=environ, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
-    assert (launcher.folder / "logs" / "rank0.log").read_text() == "all well\n"
-    (report,) = launcher.reports()
+    assert sorted((launcher.reports_folder / "rank0.log").read_text().splitlines()) == ["all well", "not all"]
+    report = launcher.reports()["0"]
+    assert (report["argv"], report["PYTHONPATH"]) == (["--", "--epochs", "3"], f"{ROOT}:{search}")
     assert [report[name] for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")] == ["0", "1", "3"]
-    assert report["argv"] == ["--", "--epochs", "3"]
 
 
 def test_readmes_first_script_trains_as_pasted(launcher: Launcher) -> None:
-    """And ranks reduce together. What it loads of the package is all that a reader has to know of it."""
+    """And ranks reduce together, and listen on loopback only. What it loads of the package is all that a reader has to
+    know of it."""
     code = blocks(ROOT / "README.md", "python")[0].code
     code += """
-import os, sys
+import json, os, sys
 from pathlib import Path
 loaded = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "torchring"]
 lines = sum(Path(file).read_text().count("\\n") for file in loaded)
 total = torchring.all_reduce(torch.tensor([float(torchring.rank() + 1)]), "sum").item()
-Path(os.environ["REPORTS"], str(torchring.rank())).write_text(str([total, torchring.size(), len(loaded), lines]))
+said = json.dumps({"total": total, "size": torchring.size(), "files": len(loaded), "lines": lines})
+Path(os.environ["REPORTS"], str(torchring.rank())).write_text(said)
 """
-    ran = launcher.run("run", "-np", "2", launcher.script(code, "a script with spaces.py"))
-    assert ran.returncode == 0, ran.stderr
+    ran = launcher.run("run", "-np", "2", launcher.script(code + LISTENING, "a script with spaces.py"))
+    assert (ran.returncode, ran.stderr) == (0, "listening at 0100007F\n")
     losses = [float(line.rpartition(" ")[2]) for line in ran.stdout.splitlines()]
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 2
-    for total, size, num_files, num_lines in launcher.reports():
-        assert (total, size) == (3.0, 2)
-        assert num_files <= MOST_FILES_LOADED
-        assert 8_000 < num_lines <= MOST_LINES_LOADED
+    for report in launcher.reports().values():
+        assert (report["total"], report["size"]) == (3.0, 2)
+        assert report["files"] <= MOST_FILES_LOADED
+        assert 8_000 < report["lines"] <= MOST_LINES_LOADED
 
 
-# Exit codes
+# What is missing
 
 
-def test_exit_code_of_the_rank_that_failed_first(launcher: Launcher) -> None:
-    """Its exit handlers run for longer than the other rank takes to fail because of it, and to end."""
-    code = """
-import atexit, os, sys, time
-from pathlib import Path
-path = Path(os.environ["REPORTS"], "1")
-@atexit.register  # runs last: torchring has said goodbye to the other rank
-def wait():
-    while os.environ["RANK"] == "0" and os.path.exists(f"/proc/{path.read_text()}"):
-        time.sleep(0.01)
-import torch, torchring
-if os.environ["RANK"] == "1":
-    path.write_text(str(os.getpid()))
-torchring.barrier()
-if os.environ["RANK"] == "0":
-    sys.exit(3)
-torchring.all_reduce(torch.ones(1))
-"""
-    ran = launcher.run("run", "-np", "2", launcher.script(code))
-    assert ran.returncode == 3, ran.stderr
-    assert re.search(r"rank 0 \(pid [0-9]+\) failed first, with exit code 3", ran.stderr)
-
-
-def test_a_killed_rank_is_137(launcher: Launcher) -> None:
-    """The other rank has time to see it, and to say so. It does not count as the one that ended first."""
-    code = """
-import os, signal, sys, time
-from pathlib import Path
-path = Path(os.environ["REPORTS"], "0")
-if os.environ["RANK"] == "0":
-    path.write_text(str(os.getpid()))
-    os.kill(os.getpid(), signal.SIGKILL)
-while not path.exists() or not path.read_text() or os.path.exists(f"/proc/{path.read_text()}"):
-    time.sleep(0.01)
-sys.exit("rank 0 died in step 5")
-"""
-    ran = launcher.run("run", "-np", "2", launcher.script(code))
-    assert ran.returncode == 137
-    assert "rank 0 died in step 5" in ran.stderr
-    assert "rank 0 (pid " in ran.stderr
-    assert "killed by SIGKILL" in ran.stderr
-
-
-@grid("closed", [">&-", ">&- 2>&-"], keep=lambda closed: closed == ">&-")
-def test_closed_streams(closed: str, launcher: Launcher) -> None:
-    """The ranks print into nothing, as a script without launcher does."""
-    script = launcher.script("import sys; print('hello'); print('hello', file=sys.stderr)")
-    command = ["sh", "-c", f'exec "$0" -m torchring run -np 2 {script} {closed}', sys.executable]
-    ran = subprocess.run(command, cwd=launcher.folder, env=launcher.environ, capture_output=True, timeout=patient(60))
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"" if "2>" in closed else b"hello\n" * 2)
-
-
-@pytest.mark.parametrize("package", ["torch", "numpy"])
-def test_without_a_package_there_is_a_sentence(package: str, launcher: Launcher) -> None:
+def test_without_a_package_there_is_a_sentence(launcher: Launcher) -> None:
     """The same one from all commands, and as the last line of a script's traceback."""
     launcher.script("", "train.py")
-    code = f"""
+    code = """
 import sys
-import sysconfig
-sys.modules[{package!r}] = None
 from torchring.__main__ import main
-for words in ("doctor", "run -np 2 train.py", "run --elastic -np 2 train.py", "bench step"):
-    sys.argv[1:] = words.split()
-    assert main() == 2, words
+for package in ("numpy", "torch"):
+    sys.modules[package] = None
+    for words in ("doctor", "run -np 2 train.py", "run --elastic -np 2 train.py", "bench step"):
+        sys.argv[1:] = words.split()
+        assert main() == 2, words
+    sys.modules.pop("numpy", None)
 import torchring
 torchring.wrap
 """
-    quiet = [sys.executable, "-W", "ignore", "-c", code]  # torch warns of NumPy
-    ran = subprocess.run(quiet, cwd=launcher.folder, env=launcher.environ, capture_output=True, text=True)
-    sentence = f"torchring needs {package}, which is not installed: pip install {package}"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=launcher.folder, env=launcher.environ, capture_output=True, text=True
+    )
+    numpy, torch = (
+        f"torchring needs {name}, which is not installed: pip install {name}" for name in ("numpy", "torch")
+    )
     *lines, last = ran.stderr.splitlines()
-    assert lines[:4] == [sentence] * 4
-    assert last == f"ModuleNotFoundError: {sentence}"
-
-
-def test_a_checkout_that_is_not_installed_works(launcher: Launcher) -> None:
-    """Processes that it starts find the package, too. Here nothing reads the .pth file that leads to the checkout."""
-    environ = {**launcher.environ, "PYTHONPATH": (packages := sysconfig.get_path("purelib"))}
-    script = launcher.folder / launcher.script("import os; print(os.environ['PYTHONPATH'])")
-    for arguments, said in (
-        (["--version"], f"torchring {torchring.__version__}"),
-        (["run", "-np", "1", script], f"{ROOT}:{packages}"),
-    ):
-        command = [sys.executable, "-S", "-m", "torchring", *arguments]
-        ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-        assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{said}\n", "")
+    assert lines[:8] == [numpy] * 4 + [torch] * 4
+    assert last == f"ModuleNotFoundError: {torch}"
 
 
 def test_a_machine_that_does_not_reach_itself_says_so(launcher: Launcher) -> None:
@@ -231,8 +151,7 @@ def test_a_machine_that_does_not_reach_itself_says_so(launcher: Launcher) -> Non
     alone = ["unshare", "--net", "--map-root-user"]
     if subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("takes a network namespace")
-    command = [*alone, sys.executable, "-m", "torchring", "run", "-np", "2", launcher.script("")]
-    ran = subprocess.run(command, cwd=launcher.folder, capture_output=True, text=True, timeout=patient(60))
+    ran = launcher.run("run", "-np", "2", launcher.script(""), before=alone)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith("torchring run: this host does not reach itself at 127.0.0.1")
     assert "`ip link set lo up`" in ran.stderr
@@ -240,29 +159,35 @@ def test_a_machine_that_does_not_reach_itself_says_so(launcher: Launcher) -> Non
 
 def test_what_needs_no_torch_imports_none(launcher: Launcher) -> None:
     """And Ctrl-C during its import, which takes seconds, ends the command without a traceback."""
-    sign = launcher.folder / "importing"
-    (launcher.folder / "fake").mkdir()
-    launcher.script(f"open({str(sign)!r}, 'w').close()\nimport time\ntime.sleep(60)\n", "fake/torch.py")
-    environ = {"PYTHONPATH": str(launcher.folder / "fake")}
-    lines = ["--version", "run --help", "bench --help", "doctor --help"]
-    lines += ["run", "report", "report nowhere", "top", "top nowhere --once"]
-    for line, code in zip(lines, (0, 0, 0, 0, 2, 2, 1, 2, 1), strict=True):
-        assert launcher.run(*line.split(), **environ).returncode == code, line
-        assert not sign.exists()
-    for command in (["run", "-np", "2", launcher.script("")], ["doctor"]):
-        process = launcher.start(*command, **environ)
-        try:
-            wait_until(sign.exists, "the import")
+    launcher.script("import os, time\nopen(f'importing{os.getpid()}', 'w').close()\ntime.sleep(60)\n", "torch.py")
+    lines = [("--version", 0), ("run --help", 0), ("bench --help", 0), ("doctor --help", 0), ("run", 2), ("report", 2)]
+    lines += [("report nowhere", 1), ("top", 2), ("top nowhere --once", 1)]
+    code = f"""
+from torchring.cli import main
+for line, code in {lines}:
+    try:
+        assert main(line.split()) == code, line
+    except SystemExit as error:
+        assert error.code == code, line
+"""
+    command = [sys.executable, launcher.script(code, "codes.py")]
+    subprocess.run(command, cwd=launcher.folder, env=launcher.environ, check=True, capture_output=True)
+    assert not [*launcher.folder.glob("importing*")]
+    environ = {"PYTHONPATH": f"{launcher.folder}:{ROOT}"}
+    started = [launcher.start(*line, **environ) for line in (["run", "-np", "2", "codes.py"], ["doctor"])]
+    try:
+        wait_until(lambda: len([*launcher.folder.glob("importing*")]) == 2, "the imports")
+        for process in started:
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=patient(60))
             assert process.returncode in (130, -signal.SIGINT)  # 130 to a shell
             assert (out, err) == ("", "")
-        finally:
+    finally:
+        for process in started:
             commands.kill(process)
-        sign.unlink()
 
 
-# Wrong use, in this process: it ends before anything is started
+# Command lines, in this process: what is wrong ends before anything is started
 
 
 def called(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -270,8 +195,7 @@ def called(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[in
         code = cli.main(arguments)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
-    out, err = capsys.readouterr()
-    return code, out, err
+    return code, *capsys.readouterr()
 
 
 @pytest.mark.parametrize(
@@ -292,78 +216,45 @@ def called(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[in
 def test_a_usage_error_is_the_error_and_where_help_is(
     line: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = called(line.split(), capsys)
-    assert (code, out) == (2, "")
-    assert err == f"{complaint}\n`{complaint.partition(':')[0]} --help` shows what can be given\n"
+    hint = f"`{complaint.partition(':')[0]} --help` shows what can be given"
+    assert called(line.split(), capsys) == (2, "", f"{complaint}\n{hint}\n")
 
 
-def test_hosts_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = "torchring run: launcher 'local' starts nothing on 192.0.2.1;"
-    code, out, err = called(["run", "-H", "192.0.2.1:1", "--launcher", "local", __file__], capsys)
-    assert (code, out, err.startswith(refused)) == (2, "", True), err
-
-
-@pytest.mark.parametrize(
-    ("line", "shown"),
-    [
-        *((line, "usage: torchring") for line in ("--help", "-h", "run --help", "run -h")),
-        ("--version", f"torchring {torchring.__version__}"),
-    ],
-)
-def test_help_and_version(line: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = called(line.split(), capsys)
-    assert (code, err) == (0, "")
-    assert out.startswith(shown)
-    assert ("-np" in out) is line.startswith("run")
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in ("--help", "-h", "run --help", "run -h"):
+        code, out, err = called(line.split(), capsys)
+        assert (code, err, out.startswith("usage: torchring")) == (0, "", True)
+        assert ("-np" in out) is line.startswith("run")
+    assert called(["--version"], capsys) == (0, f"torchring {torchring.__version__}\n", "")
 
 
 def test_the_command_is_installed() -> None:
     """Beside the interpreter that runs the tests."""
-    command = Path(sys.executable).with_name("torchring")
-    ran = subprocess.run(
-        [command, "run", "-np", "1", "nowhere.py"], capture_output=True, text=True, timeout=patient(60)
-    )
+    command = [Path(sys.executable).with_name("torchring"), "run", "-np", "1", "nowhere.py"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
     assert (ran.returncode, ran.stderr) == (2, "torchring run: there is no script 'nowhere.py'\n")
 
 
-# Benchmarks: `torchring bench` with a folder of our own, in this process
+# Benchmarks: `torchring bench` with a folder of our own
 
-ONE = '''"""One: prints what it was given.
-
-Not in the summary."""
-import json, sys
-if __name__ == "__main__":
-    print(json.dumps(sys.argv))
-    sys.exit(5)
-'''
+ONE = 'import json, sys\nif __name__ == "__main__":\n    print(json.dumps(sys.argv))\n    sys.exit(5)\n'
 
 
-@pytest.fixture
-def benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that `torchring bench` looks into."""
-    folder = tmp_path / "bench"
-    (folder / "micro").mkdir(parents=True)
-    sources = {"one": ONE, "tool": "def main(): ...", "__init__": ""}
-    for name, source in sources.items():
-        (folder / f"{name}.py").write_text(source)
-    (folder / "micro" / "__main__.py").touch()
-    monkeypatch.setattr(cli, "_BENCH", folder)
-    return folder
-
-
-def test_the_command_becomes_the_benchmark(benchmarks: Path) -> None:
-    """Whose exit code, and signals, are its own. Its arguments are taken apart by nobody."""
-    given = "-h --version -np 2 -- one --sizes -5 --"
+def test_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command becomes the benchmark, whose exit code and arguments are its own."""
+    code, out, _ = called(["bench"], capsys)
+    assert (code, out) == (0, called(["bench", "--help"], capsys)[1])
+    assert all(name in out for name in ("allreduce", "micro", "step"))
+    (tmp_path / "micro").mkdir()
+    for name, source in {"one": ONE, "tool": "def main(): ...", "__init__": "", "micro/__main__": ""}.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    given = ["-h", "--version", "-np", "2", "--", "one", "--sizes", "-5", "--", ""]
     line = [sys.executable, "-c", "import sys; from torchring import cli; from pathlib import Path; "
             "cli._BENCH = Path(sys.argv.pop(1)); print(cli.main())"]  # fmt: skip
-    ran = subprocess.run([*line, benchmarks, "bench", "one", *given.split(), ""], capture_output=True, text=True)
+    ran = subprocess.run([*line, tmp_path, "bench", "one", *given], capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (5, "")
-    assert json.loads(ran.stdout) == [str(benchmarks / "one.py"), *given.split(), ""]
-
-
-def test_a_benchmark_that_is_unknown_or_cannot_be_started(
-    benchmarks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    assert json.loads(ran.stdout) == [str(tmp_path / "one.py"), *given]
+    monkeypatch.setattr(cli, "_BENCH", tmp_path)
     for unknown in ("two", "tool", "__init__", "one.py", ""):
         code, out, err = called(["bench", unknown], capsys)
         assert (code, out) == (2, "")
@@ -371,9 +262,3 @@ def test_a_benchmark_that_is_unknown_or_cannot_be_started(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     message = "torchring bench: cannot start /nowhere/python: No such file or directory\n"
     assert called(["bench", "one"], capsys) == (2, "", message)
-
-
-def test_the_benchmarks_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = called(["bench"], capsys)
-    assert (code, out) == (0, called(["bench", "--help"], capsys)[1])
-    assert all(name in out for name in ("allreduce", "micro", "step"))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tests.support.harness import patient
+from tests.support.documents import ROOT
+from tests.support.harness import _clean_environ, patient
 
 
 def start(
@@ -41,3 +45,51 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class Launcher:
+    """Runs `python -m torchring ...` in a folder of its own. Processes write what they have to say to $REPORTS.
+
+    Args:
+        ssh: a script for /bin/sh that stands in for ssh.
+    """
+
+    def __init__(self, folder: Path, ssh: str = "") -> None:
+        self.folder = folder / "a folder's name"
+        self.reports_folder = folder / "reports"
+        for made in (self.folder, self.reports_folder, folder / "bin"):
+            made.mkdir()
+        if ssh:
+            (folder / "bin" / "ssh").write_text(f"#!/bin/sh\n{ssh}")
+            (folder / "bin" / "ssh").chmod(0o755)
+        self.environ = {name: value for name, value in _clean_environ().items() if not name.startswith("TORCHRING_")}
+        self.environ |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        self.environ["REPORTS"] = str(self.reports_folder)
+        del self.environ["OMP_NUM_THREADS"]
+
+    def script(self, code: str, name: str = "script.py") -> str:
+        (self.folder / name).write_text(code)
+        return name
+
+    def start(self, *arguments: str, before: Sequence[str] = (), **environ: str) -> subprocess.Popen[str]:
+        command = [*before, sys.executable, "-m", "torchring", *arguments]
+        return start(command, {**self.environ, **environ}, self.folder)
+
+    def finish(self, process: subprocess.Popen[str], said: str = "") -> subprocess.CompletedProcess[str]:
+        """`finish`, and no process stays that has reported its number: ranks are in sessions of their own."""
+        try:
+            return finish(process, said)
+        finally:
+            for pid in self.pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def run(self, *arguments: str, said: str = "", **how: Any) -> subprocess.CompletedProcess[str]:
+        return self.finish(self.start(*arguments, **how), said)
+
+    def reports(self) -> dict[str, dict[str, Any]]:
+        """By the name of the file, such as "0" for rank 0."""
+        return {file.name: json.loads(file.read_text()) for file in sorted(self.reports_folder.glob("[0-9]*"))}
+
+    def pids(self) -> list[int]:
+        return [report["pid"] for report in self.reports().values() if "pid" in report]
