@@ -23,7 +23,16 @@ from tests.support.kernel_ranks import (
     run_ring,
     words,
 )
-from tests.support.kernels import F16, F32, PTX, cast, needs_interpreter, sum_in_order, where_ranks_signal
+from tests.support.kernels import (
+    F16,
+    F32,
+    PTX,
+    cast,
+    needs_interpreter,
+    sum_in_order,
+    where_ranks_signal,
+    where_triton_runs,
+)
 from torchring.allreduce.slices import slice_bounds
 from torchring.kernels import reference
 from torchring.kernels.direct import prepare_direct
@@ -128,7 +137,7 @@ def test_counts_that_the_ring_sends_and_waits_for(device: str) -> None:
         assert pad.tolist() == what.tolist()
 
 
-@where_ranks_signal
+@where_triton_runs
 @pytest.mark.parametrize(
     ("run", "word", "come"),
     [(run_direct, 1, 0), (run_direct, 1, 1), (run_ring, 2, 0), (run_ring, 2, 1), (run_ring, 2, 2)],
@@ -140,6 +149,11 @@ def test_abort_ends_the_wait_and_poisons(
     place = places_of_one_process(2, device)[0]
     words(place)[0][:, word] = come
     check_abort(place, run)
+
+
+@needs_interpreter
+def test_abort_ends_the_wait_in_ptx() -> None:
+    check_abort(places_of_one_process(2, PTX)[0], run_direct)
 
 
 @where_ranks_signal

@@ -50,13 +50,12 @@ class Round:
 
 # For `direct` as for the ring.
 ROUNDS = [
-    *(Round(numel, dtype, seed=numel) for numel in (0, 1, 63, 1000, 5000) for dtype in (F32, F16, B16)),
+    *(Round(numel, dtype, seed=numel) for numel in (0, 1, 63, 5000) for dtype in (F32, F16, B16)),
     Round(40_011, F32, seed=1),  # several blocks
-    Round(40_011, F32, seed=2, max_blocks=1),  # several turns
     Round(5000, F64, seed=4),
     Round(1000, F32, seed=7, by_hand={(0, 777): INF, (0, 999): NAN}),
     Round(1000, F16, seed=8, by_hand={(0, 3): 60_000.0, (1, 3): 60_000.0}),  # finite, but their sum is not
-    Round(40_011, F32, seed=9, by_hand={(0, 40_010): NAN}, max_blocks=1),
+    Round(40_011, F32, seed=9, by_hand={(0, 40_010): NAN}, max_blocks=1),  # several turns
     Round(40_011, F32, seed=10),  # blocks that the last launch left out
 ]
 
@@ -210,7 +209,7 @@ def check_outcomes(outcomes: Outcomes, rounds: list[Round], expect: Callable[[Ro
 
 def check_abort(place: Place, runner: Runner) -> None:
     """The runner waits for signals that nobody sends."""
-    todo = Round(5000, max_blocks=2)
+    todo = Round(100)
     place.fill(todo)
     timer = threading.Timer(0.2, place.abort.fill_, [1])
     started = time.monotonic()

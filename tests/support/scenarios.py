@@ -42,16 +42,12 @@ def same_on_all_ranks(results: list[Any], case: Any) -> None:
 
 
 class Scenarios:
-    """Those of a module, in which this object is `scenario`.
+    """Those of a module, in which this object is `scenario`."""
 
-    smoke: names of scenarios that `make test` runs, in processes of their own; a name is that of the test and its case.
-    """
-
-    def __init__(self, module: str, smoke: Iterable[str] = ()) -> None:
+    def __init__(self, module: str) -> None:
         self._module = module
-        self._smoke = frozenset(smoke)
         self.bodies: dict[str, Body] = {}
-        self._sizes: dict[str, int] = {}
+        self._runs: dict[str, tuple[int, bool]] = {}  # how many ranks, and whether `make test` has it
         self._results_of = functools.cache(self._run)
 
     def __call__(
@@ -59,14 +55,18 @@ class Scenarios:
         cases: Iterable[Any] | None = None,
         size: int = 2,
         check: Callable[[list[Any], Any], None] = same_on_all_ranks,
+        smoke: Sequence[Any] = (),
     ) -> Callable[[Body], Callable[..., None]]:
-        """body(case, rank), or body(rank) without cases, runs on `size` ranks; `check` gets what it returns there."""
+        """body(case, rank), or body(rank) without cases, runs on `size` ranks; `check` gets what it returns there.
+
+        `make test` runs the cases in `smoke`, in processes of their own.
+        """
 
         def decorate(body: Body) -> Callable[..., None]:
             def register(case: Any, own: Body) -> list[pytest.MarkDecorator]:
                 name = self._name(body, case)
-                self.bodies[name], self._sizes[name] = own, size
-                return [pytest.mark.smoke] if name in self._smoke else []
+                self.bodies[name], self._runs[name] = own, (size, case in smoke)
+                return [pytest.mark.smoke] if case in smoke else []
 
             def test_case(case: Any) -> None:
                 check(self._results(self._name(body, case)), case)
@@ -80,24 +80,34 @@ class Scenarios:
                     mark(test)
                 return test
             marked = [
-                pytest.param(case, id=str(case), marks=register(case, functools.partial(body, case))) for case in cases
+                pytest.param(case, id=_words(case), marks=register(case, functools.partial(body, case)))
+                for case in cases
             ]
             return pytest.mark.parametrize("case", marked)(test_case)  # type: ignore[no-any-return]
 
         return decorate
 
     def _name(self, body: Body, case: Any) -> str:
-        return f"{body.__name__} {case}".strip()
+        return f"{body.__name__} {_words(case)}".strip()
 
     def _results(self, name: str) -> list[Any]:
-        results = [of_rank[name] for of_rank in self._results_of(self._sizes[name], name in self._smoke)]
+        results = [of_rank[name] for of_rank in self._results_of(*self._runs[name])]
         failures = [f"rank {rank}:\n{each.text}" for rank, each in enumerate(results) if isinstance(each, Failure)]
         assert not failures, "\n".join(failures)
         return results
 
     def _run(self, size: int, is_smoke: bool) -> list[dict[str, Any]]:
-        names = [name for name in self.bodies if self._sizes[name] == size and (name in self._smoke) == is_smoke]
+        names = [name for name, run in self._runs.items() if run == (size, is_smoke)]
         return run_ranks(_attempts, size, self._module, names, env=INTERPRETED, deadline=150)
+
+
+def _words(case: Any) -> str:
+    """Of a NamedTuple: the values that are no defaults."""
+    if not hasattr(case, "_field_defaults"):
+        return str(case)
+    usual = case._field_defaults
+    said = {name: value for name, value in case._asdict().items() if name not in usual or value != usual[name]}
+    return ", ".join(f"{name}={value}" if name in usual else str(value) for name, value in said.items())
 
 
 class Failure:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,22 @@ from torch.utils.checkpoint import checkpoint
 import torchring
 from tests.support.checks import digest
 from tests.support.training import Side, batch, loss_on, momentum, small_model, values
+
+
+def _train(
+    side: Side,
+    model: nn.Module,
+    optimizer: Any,
+    num_steps: int,
+    loss: Callable[[int, int], Tensor],
+    set_to_none: Callable[[int], bool] = lambda step: True,
+) -> list[Tensor]:
+    """The values after so many steps on the mean of the ranks' loss(rank, step)."""
+    for step in range(num_steps):
+        optimizer.zero_grad(set_to_none(step))
+        side.mean(lambda rank, step=step: loss(rank, step)).backward()
+        optimizer.step()
+    return values(model)
 
 
 class Branches(nn.Module):
@@ -66,26 +84,25 @@ def accumulating(side: Side, how: str) -> Sequence[Any]:
     model = small_model()
     accumulate = 3 if how.startswith("accumulate") else 1
     optimizer = side.wrap(momentum(model), model, accumulate=accumulate)
-    is_wrapped = isinstance(optimizer, torchring.DistributedOptimizer)
     seen: list[Any] = []
     for step in range(3):
         if how == "accumulate, two are dropped":
-            for micro_step in range(2):
-                side.mean(lambda rank, at=10 * step + 5 + micro_step: loss_on(model, rank, at)).backward()
+            for at in (10 * step + 5, 10 * step + 6):
+                side.mean(lambda rank, at=at: loss_on(model, rank, at)).backward()
         optimizer.zero_grad(set_to_none=how != "two backwards, zeroed in place")
-        for micro_step in range(2 if "two backwards" in how or "left" in how else 3):
-            last = micro_step == (1 if "two backwards" in how else 2)
-            loss = side.mean(lambda rank, at=10 * step + micro_step: loss_on(model, rank, at))
-            if is_wrapped and ((how == "no_sync" and not last) or how in ("synchronize", "accumulate in no_sync")):
-                with optimizer.no_sync():
-                    loss.backward()
-            else:
+        num_backwards = 2 if "two backwards" in how or "left" in how else 3
+        for number in range(num_backwards):
+            loss = side.mean(lambda rank, at=10 * step + number: loss_on(model, rank, at))
+            is_silent = (
+                number + 1 < num_backwards if how == "no_sync" else how in ("synchronize", "accumulate in no_sync")
+            )
+            with optimizer.no_sync() if side.is_wrapped and is_silent else nullcontext():
                 loss.backward()
-        if is_wrapped and how in ("synchronize", "accumulate, two are left", "accumulate in no_sync"):
+        if side.is_wrapped and how in ("synchronize", "accumulate, two are left", "accumulate in no_sync"):
             optimizer.synchronize()
             optimizer.synchronize()
         seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        if is_wrapped and how == "accumulate":
+        if side.is_wrapped and how == "accumulate":
             optimizer.synchronize()  # nothing is left to do
         optimizer.step()
     return [*seen, *values(model)]
@@ -185,10 +202,7 @@ def of_kind(side: Side, kind: str, options: dict[str, Any]) -> Sequence[Any]:
     model = KINDS[kind]()
     strides = [p.stride() for p in model.parameters()]
     optimizer = side.wrap(torch.optim.Adam(model.parameters(), lr=0.01), model, **options)
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=step != 2)
-        side.mean(lambda rank, step=step: model(batch(rank, step)[0]).square().mean()).backward()
-        optimizer.step()
+    _train(side, model, optimizer, 4, lambda rank, step: model(batch(rank, step)[0]).square().mean(), lambda n: n != 2)
     same_strides = strides == [p.stride() for p in model.parameters()]
     return [same_strides, *[p.grad.clone() for p in model.parameters() if p.grad is not None], *values(model)]
 
@@ -232,33 +246,26 @@ class Words(nn.Module):
 def sparse_words(side: Side, sparse: bool, set_to_none: bool) -> Sequence[Any]:
     model = Words(sparse and side.is_wrapped)
     optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    for step in range(4):
-        optimizer.zero_grad(set_to_none)
 
-        def loss(rank: int, step: int = step) -> Tensor:
-            return model(batch(rank, step)[0], with_bags=(rank + step) % 2 == 0 and step < 3).square().mean()
+    def loss(rank: int, step: int) -> Tensor:
+        return model(batch(rank, step)[0], with_bags=(rank + step) % 2 == 0 and step < 3).square().mean()
 
-        side.mean(loss).backward()
-        optimizer.step()
+    trained = _train(side, model, optimizer, 4, loss, lambda step: set_to_none)
     gradients = [p.grad.to_dense() for p in (model.words.weight, model.out.weight) if p.grad is not None]
-    return [*gradients, *values(model)]
+    return [*gradients, *trained]
 
 
 def frozen(side: Side, plan: str) -> Sequence[Any]:
     """f: the first layer is frozen in that step, t: it is trained."""
     model = small_model()
-    first = model[0]
-    assert isinstance(first, nn.Linear)
-    for p in first.parameters():
-        p.requires_grad_(plan[0] == "t")
+    first = model[0].requires_grad_(plan[0] == "t")
     optimizer = side.wrap(momentum(model), model)
-    for step, state in enumerate(plan):
-        for p in first.parameters():
-            p.requires_grad_(state == "t")
-        optimizer.zero_grad()
-        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
-        optimizer.step()
-    return values(model)
+
+    def loss(rank: int, step: int) -> Tensor:
+        first.requires_grad_(plan[step] == "t")
+        return loss_on(model, rank, step)
+
+    return _train(side, model, optimizer, len(plan), loss)
 
 
 class Checkpointed(nn.Module):
@@ -276,21 +283,22 @@ class Checkpointed(nn.Module):
         return torch.tanh(self.third(checkpoint(self._segment, x, use_reentrant=True)))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how == "plain":
-            return self.third(self._segment(x))
-        if self.how == "not reentrant":
-            return self.third(checkpoint(self._segment, x, use_reentrant=False))
-        if self.how == "not reentrant, layer used twice":
-            return self.third(self.first(checkpoint(self._segment, x, use_reentrant=False)))
-        x = x.detach().requires_grad_()  # reentrant ones need an input that does
+        reentrant = partial(checkpoint, use_reentrant=True)
+        if "not reentrant" in self.how:
+            hidden = checkpoint(self._segment, x, use_reentrant=False)
+            return self.third(self.first(hidden) if "used twice" in self.how else hidden)
+        if self.how != "plain":
+            x = x.detach().requires_grad_()  # reentrant ones need an input that does
         if self.how == "reentrant":
-            return self.third(checkpoint(self._segment, x, use_reentrant=True))
+            return self.third(reentrant(self._segment, x))
         if self.how == "reentrant, two segments":
-            return checkpoint(self.third, checkpoint(self._segment, x, use_reentrant=True), use_reentrant=True)
+            return reentrant(self.third, reentrant(self._segment, x))
         if self.how == "reentrant, nested":
-            return checkpoint(self._nested, x, use_reentrant=True)
-        assert self.how == "all inside a reentrant one"
-        return checkpoint(lambda it: self.third(self._segment(it)), x, use_reentrant=True)
+            return reentrant(self._nested, x)
+        if self.how == "all inside a reentrant one":
+            return reentrant(lambda it: self.third(self._segment(it)), x)
+        assert self.how == "plain"
+        return self.third(self._segment(x))
 
 
 def checkpointed(side: Side, how: str, options: dict[str, Any]) -> Sequence[Any]:
@@ -300,49 +308,38 @@ def checkpointed(side: Side, how: str, options: dict[str, Any]) -> Sequence[Any]
     optimizer = side.wrap(momentum(model), model, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for step in range(3):
-            optimizer.zero_grad()
-            side.mean(lambda rank, step=step: model(batch(rank, step)[0]).square().mean()).backward()
-            optimizer.step()
-    return values(model)
+        return _train(side, model, optimizer, 3, lambda rank, step: model(batch(rank, step)[0]).square().mean())
 
 
 def graph_games(side: Side, game: str) -> Sequence[Any]:
     model = small_model()
     optimizer = side.wrap(momentum(model), model)
     seen: list[Any] = []
+
+    def loss(rank: int, step: int) -> Tensor:
+        loss = loss_on(model, rank, step)
+        if game == "gradient penalty":
+            x = batch(rank, step)[0].requires_grad_()
+            out = model(x)
+            [slope] = torch.autograd.grad(out.sum(), x, create_graph=True)
+            return out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
+        if game == "gradient of parameters":
+            slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            return loss + sum((slope.square().sum() for slope in slopes), torch.zeros(()))
+        return loss
+
+    if game not in ("retain_graph", "inputs=", "hooks on tensors"):
+        return _train(side, model, optimizer, 3, loss)
     for step in range(3):
         optimizer.zero_grad()
+        handle = model[0].weight.register_hook(lambda gradient: gradient * (2 if game == "hooks on tensors" else 1))
+        total = side.mean(lambda rank, step=step: loss(rank, step))
         if game == "retain_graph":
-            loss = side.mean(lambda rank, step=step: loss_on(model, rank, step))
-            loss.backward(retain_graph=True)
-            loss.backward()
-        elif game == "gradient penalty":
-
-            def penalised(rank: int, step: int = step) -> Tensor:
-                x = batch(rank, step)[0].requires_grad_()
-                out = model(x)
-                [slope] = torch.autograd.grad(out.sum(), x, create_graph=True)
-                return out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
-
-            side.mean(penalised).backward()
-        elif game == "gradient of parameters":
-
-            def flattened(rank: int, step: int = step) -> Tensor:
-                loss = loss_on(model, rank, step)
-                slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-                return loss + sum((slope.square().sum() for slope in slopes), torch.zeros(()))
-
-            side.mean(flattened).backward()
-        elif game == "inputs=":
-            loss = side.mean(lambda rank, step=step: loss_on(model, rank, step))
-            loss.backward(inputs=list(model[2].parameters()))
+            total.backward(retain_graph=True)
+        total.backward(inputs=list(model[2].parameters()) if game == "inputs=" else None)
+        handle.remove()
+        if game == "inputs=":
             seen.append(model[0].weight.grad)
-        else:
-            assert game == "hooks on tensors"
-            handle = model[0].weight.register_hook(lambda gradient: 2 * gradient)
-            side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
-            handle.remove()
         optimizer.step()
     return [*seen, *values(model)]
 
@@ -401,18 +398,14 @@ ORDERS: dict[str, Callable[[int, int], list[int]]] = {
 }
 
 
-def run_ordered(model: nn.Module, name: str, rank: int, step: int) -> Tensor:
-    return model(batch(rank, step)[0], ORDERS[name](rank, step)).square().mean()
-
-
 def ordered(side: Side, name: str, options: dict[str, Any]) -> Sequence[Any]:
     model = Chain()
     optimizer = side.wrap(momentum(model), model, **options)
-    for step in range(5):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        side.mean(lambda rank, step=step: run_ordered(model, name, rank, step)).backward()
-        optimizer.step()
-    return values(model)
+
+    def loss(rank: int, step: int) -> Tensor:
+        return model(batch(rank, step)[0], ORDERS[name](rank, step)).square().mean()
+
+    return _train(side, model, optimizer, 5, loss, lambda step: step % 2 == 0)
 
 
 def keeping(side: Side, keep: str) -> Sequence[Any]:
