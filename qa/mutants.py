@@ -75,8 +75,8 @@ TESTS = {
     "torchring/participants/buffers.py": ("participants/test_buffers", ""),
     "torchring/gradients/layout.py": (
         "gradients/test_hooks gradients/test_weights participants/test_buffers "
-        "optimizer/test_semantics optimizer/test_parity devices/test_on_device",
-        "not test_on_device or several_gpus_of_one_host",
+        "optimizer/test_semantics optimizer/test_parity devices/test_opening",
+        "not test_opening or several_gpus_of_one_host",
     ),
     "torchring/participants/sparse.py": ("participants/test_sparse", ""),
     "torchring/gradients/agreement.py": (

@@ -77,8 +77,8 @@ def test_a_rank_that_is_killed_is_named_by_all_others(rank: int, world_size: int
 
 
 @ranks(2, start=run_ranks, env=INTERPRETED, deadline=40, expect_exit={1: -signal.SIGKILL})
-def test_a_rank_of_another_host_that_is_killed_while_the_device_waits(rank: int, world_size: int) -> None:
-    """The last rank dies when its backward has returned, and before its device has done its part.
+def test_a_rank_of_another_host_that_is_killed_while_the_device_waits(rank: int) -> None:
+    """Rank 1 dies when its backward and its calls have returned, and before its device has done its part.
 
     What NCCL leaves of a sum is not used: the host had launched the rest of the step, and could not know.
     """
@@ -89,24 +89,28 @@ def test_a_rank_of_another_host_that_is_killed_while_the_device_waits(rank: int,
         model = nn.Linear(8, 8)
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
-        def take_step() -> None:
+        def backward() -> None:
             optimizer.zero_grad()
             model(torch.ones(1, 8)).sum().backward()
-            optimizer.step()
 
-        take_step()
-        optimizer.zero_grad()
-        model(torch.ones(1, 8)).sum().backward()
-        if rank == world_size - 1:
+        backward()
+        optimizer.step()
+        torchring.all_reduce(torch.ones(1))
+        backward()
+        of_all, largest, sent = torch.ones(3, 3)
+        torchring.all_reduce(of_all)
+        torchring.all_reduce(largest, "max")
+        torchring.broadcast(sent, src=1)
+        if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         started = time.monotonic()
-        gradients = [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]  # waits for the device
-        assert len(gradients) == 2
-        assert all(math.isnan(value) for value in gradients), gradients
+        left = [*(p.grad for p in model.parameters()), sent, largest, of_all]
+        assert all(each is not None and math.isnan(each.sum()) for each in left)  # waits for the device
         assert time.monotonic() - started < patient(2 * _TOO_LATE)
-        error = attempt(take_step)
-        assert error.startswith("PeerLostError"), error
-        assert "rank 1" in error
+        for call in (backward, lambda: torchring.all_reduce(torch.ones(3))):
+            error = attempt(call)
+            assert error.startswith("PeerLostError"), error
+            assert "rank 1" in error
 
 
 def _in_turn(rank: int, size: int) -> dict[str, Any]:

@@ -76,7 +76,6 @@ class FakeMark:
     def __init__(self, stream: FakeStream | None, accelerator: FakeAccelerator) -> None:
         self._stream = stream
         self._accelerator = accelerator
-        accelerator.calls["record"] += 1
         self.seen = accelerator.seen_from_current() if stream is None else dict(stream.seen)
         self.reached = False
         self._at = 0.0
@@ -86,18 +85,15 @@ class FakeMark:
         self.reached = True
 
     def is_reached(self) -> bool:
-        self._accelerator.calls["query"] += 1
         return self.reached
 
     def hold_current(self) -> None:
-        self._accelerator.calls["wait"] += 1
         if self._stream is not None:
             self._accelerator.hold(self._stream, self)
         elif isinstance(self._accelerator.current, FakeStream):
             self._accelerator.current.follow_until(self.seen)
 
     def milliseconds_since(self, earlier: Any) -> float:
-        self._accelerator.calls["elapsed"] += 1
         assert all((self.reached, earlier.reached)), "a mark that is not reached has no time"
         return float((self._at - earlier._at) * 1e3)
 
@@ -111,7 +107,6 @@ class FakeStream:
         self.seen: dict[object, int] = {}  # by stream: its clock when this one followed it last
 
     def follow(self) -> None:
-        self.accelerator.calls.update(("follow", "record", "wait"))
         current = self.accelerator.current
         if not isinstance(current, FakeStream):
             self.follow_until(self.accelerator.seen_from_current())
@@ -156,6 +151,7 @@ class FakeStream:
             task.run()
 
 
+@dataclass(eq=False)
 class FakeAccelerator:
     """See `torchring.devices.cuda.CudaAccelerator`.
 
@@ -170,34 +166,25 @@ class FakeAccelerator:
             or "lossy", where signals arrive and wires do not.
 
     Attributes:
-        calls: how often the streams' and the accelerator's methods were called, and what CUDA would have been asked
-            for: see `num_cuda_calls`.
+        calls: how often `synchronize`, `join` and a backend's `abort` were called, and `hold_current` by who computes.
         races: what was found; see the module.
         fault: what `find_fault` finds.
         host_words: what `host_word` has returned.
-        runs_kernels: False if launches are counted, and nothing else.
+        registered: bytes of the backend's blocks.
     """
 
-    def __init__(
-        self,
-        mode: str = "late",
-        problem: str = "",
-        memory: str = "shared",
-        *,
-        own_devices: bool = False,
-        unregistered: str = "",
-    ) -> None:
-        assert mode in ("late", "eager", "lazy"), mode
+    mode: str = "late"
+    problem: str = ""
+    memory: str = "shared"
+    own_devices: bool = False
+    unregistered: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.mode in ("late", "eager", "lazy"), self.mode
         self.device = torch.device("cpu")
-        self.mode = mode
-        self.problem = problem
-        self.memory = memory
-        self.own_devices = own_devices
-        self.unregistered = unregistered
-        self.registered: list[int] = []  # bytes of blocks
+        self.registered: list[int] = []
         self.capturing = False
         self.fault = ""
-        self.runs_kernels = True
         self.calls: Counter[str] = Counter()
         self.races: list[str] = []
         self.host_words: list[torch.Tensor] = []
@@ -222,16 +209,6 @@ class FakeAccelerator:
     def is_executing(self) -> bool:
         return getattr(self._of_thread, "is_executing", False)
 
-    @property
-    def num_cuda_calls(self) -> int:
-        """How many calls of CUDA's the counted ones stand for.
-
-        PyTorch asks whether a graph is captured when it records an event or waits for one. For the time between two
-        events it asks if both are reached. What torch launches in the compute stream is not counted.
-        """
-        weights = {"record": 2, "wait": 2, "is_capturing": 1, "query": 1, "elapsed": 3, "launch": 1}
-        return sum(count * weights.get(name, 0) for name, count in self.calls.items())
-
     # What torchring asks of it
 
     def open_stream(self) -> Any:
@@ -251,7 +228,6 @@ class FakeAccelerator:
     def join(self, streams: Iterable[object], tensors: Iterable[torch.Tensor]) -> None:
         self.calls["join"] += 1
         for stream in streams:
-            self.calls.update(("record", "wait"))
             self._joined.setdefault(self.current, {})[stream] = self.clock
 
     def seen_from_current(self) -> dict[object, int]:
@@ -259,19 +235,13 @@ class FakeAccelerator:
         return {**self._joined.get(self.current, {}), self.current: self.clock}
 
     def is_capturing(self) -> bool:
-        self.calls["is_capturing"] += 1
         return self.capturing
 
     def fetch(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        self.calls.update(("launch", "fetch into" if into is not None else "fetch"))
         with self.executing():
             assert into is None or -1 not in into
             copy = torch.full_like(tensor, -1) if into is None else into.fill_(-1)
-
-        def fill() -> None:
-            copy.copy_(tensor)
-
-        self._call(fill, lambda: [_access(tensor, writes=False)], "fetch")
+        self._call(lambda: copy.copy_(tensor), lambda: [_access(tensor, writes=False)], "fetch")
         return copy
 
     def host_word(self) -> torch.Tensor:
@@ -319,13 +289,11 @@ class FakeAccelerator:
         accelerator = self
 
         def launch_later(kernel: Kernel, programs: int, *args: Any, **options: Any) -> None:
-            accelerator.calls["launch"] += 1
             kept = accelerator._pointed_at if accelerator.mode == "lazy" else None
 
             def run(kept: object = kept) -> None:
                 with accelerator.executing():
-                    if accelerator.runs_kernels:
-                        launch(kernel, programs, *args, **options)
+                    launch(kernel, programs, *args, **options)
 
             if kernel.fn.__name__ != "_pack_kernel":
                 accelerator.results_come_to(*(arg for arg in args if isinstance(arg, torch.Tensor)))
@@ -491,7 +459,7 @@ class _RegisteredGroup(LonelyGroup):
 class FakeBackend:
     """Gloo, on whichever stream is current, and as unkind as NCCL.
 
-    A collective in the current stream returns None. It does not end if a peer is gone, but when somebody aborts it, and
+    A collective does not end if a peer is gone, but when somebody aborts it, and
     then leaves numbers that look like any others.
     """
 
@@ -507,20 +475,14 @@ class FakeBackend:
     def size(self) -> int:
         return int(self._group.size())
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any) -> FakeBackend | None:
-        self._call(lambda: self._group.allreduce(list(tensors), options), tensors[0])
-        return self if options.asyncOp else None
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any) -> None:
+        self._call(self._group.allreduce, tensors[0], list(tensors), options)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> FakeBackend | None:
-        self._call(lambda: self._group.broadcast(list(tensors), options), tensors[0])
-        return self if options.asyncOp else None
+    def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> None:
+        self._call(self._group.broadcast, tensors[0], list(tensors), options)
 
-    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: Any) -> FakeBackend | None:
-        self._call(lambda: self._group._allgather_base(output, own, options), output)
-        return self if options.asyncOp else None
-
-    def wait(self) -> None:
-        """On a GPU this has the current stream wait; here it is the one that works."""
+    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: Any) -> None:
+        self._call(self._group._allgather_base, output, output, own, options)
 
     def abort(self) -> None:
         self._accelerator.calls["abort"] += 1
@@ -531,11 +493,13 @@ class FakeBackend:
         self._group.shutdown()
         self.is_open = False
 
-    def _call(self, start: Callable[[], Any], written: torch.Tensor) -> None:
+    def _call(self, start: Callable[..., Any], written: torch.Tensor, *args: Any) -> None:
+        assert not args[-1].asyncOp
+
         def run() -> None:
             work = None
             with contextlib.suppress(RuntimeError):
-                work = start()
+                work = start(*args)
             while work is not None and not work.is_completed() and not self._aborted.is_set():
                 time.sleep(2e-4)
             if work is None or not work.is_completed() or not work.is_success():
@@ -574,7 +538,6 @@ class _Watch(TorchDispatchMode):
                         str(func),
                     )
                 return result
-            accelerator.calls["launch"] += 1
             accelerator.results_come_to(*written)
             accesses = [_access(tensor, writes=True) for tensor in written]
             accelerator.current.call(lambda: func(*args, **kwargs), lambda: accesses, str(func))
@@ -591,6 +554,8 @@ def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], li
     """Tensors that an operation reads, and those that it writes in place."""
     read: list[torch.Tensor] = []
     written: list[torch.Tensor] = []
+    if "_like." in str(func):  # reads nothing but the size
+        return read, written
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
         tensors = [t for t in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(t, torch.Tensor)]
