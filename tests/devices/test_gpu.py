@@ -28,9 +28,19 @@ from tests.support.checks import assert_bitwise, exact_inputs
 from tests.support.harness import ranks, run_ranks
 from tests.support.scripts import ON_DEVICES, branches
 from tests.support.training import Side, assert_as_one_process
+from torchring.accelerators import accelerator_of
+from torchring.collectives import operations
+from torchring.collectives.service import Collectives
+from torchring.devices.collectives import Aside, DeviceCollectives
 from torchring.devices.cuda import CudaAccelerator
+from torchring.devices.engines import Engine
+from torchring.devices.opening import open_on_device
+from torchring.devices.stream import OnStream
+from torchring.devices.symmetric_memory import LonelyGroup
 from torchring.errors import GradientError, PeerLostError
+from torchring.functions import REDUCIBLE
 from torchring.memory import host as host_module
+from torchring.world import World
 
 pytestmark = pytest.mark.gpu
 
@@ -43,6 +53,11 @@ def make_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     layers = [nn.Linear(300, 500), nn.ReLU(), nn.Linear(500, 501), nn.ReLU(), nn.Linear(501, 7)]
     return nn.Sequential(*layers).to("cuda")
+
+
+def make_wrapped() -> tuple[nn.Module, Any]:
+    model = make_model()
+    return model, torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -156,9 +171,6 @@ def test_backends_between_hosts(algorithm: str, hosts: Sequence[int]) -> None:
 
 
 def reduce_sizes(rank: int, size: int, algorithm: str, hosts: Sequence[int]) -> None:
-    from torchring.accelerators import accelerator_of
-    from torchring.devices.opening import open_on_device
-
     if algorithm not in ("direct", "ring"):
         pretend_hosts(rank, hosts)
     world = torchring.init()
@@ -276,8 +288,7 @@ def test_gradients_are_not_kept_beside_the_wires() -> None:
 
 @on_gpu
 def test_a_nan_is_traced_to_its_rank(rank: int) -> None:
-    model = make_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model, optimizer = make_wrapped()
 
     def take_step(step: int) -> None:
         optimizer.zero_grad()
@@ -297,8 +308,7 @@ def test_a_nan_is_traced_to_its_rank(rank: int) -> None:
 
 @ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE, expect_exit={1: -signal.SIGKILL})
 def test_a_dead_rank_is_named_while_the_device_waits(rank: int) -> None:
-    model = make_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model, optimizer = make_wrapped()
     started = 0.0
 
     def take_step(step: int) -> None:
@@ -322,8 +332,7 @@ def test_a_dead_rank_is_named_while_the_device_waits(rank: int) -> None:
 @on_gpu
 def test_a_script_that_ends_leaves_no_peer_behind(rank: int) -> None:
     """One rank ends right after its last step, without a word; its device has yet to do its part for the other."""
-    model = make_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model, optimizer = make_wrapped()
     for step in range(5):
         optimizer.zero_grad()
         loss = loss_of(model, step, rank)
@@ -337,17 +346,16 @@ def test_a_script_that_ends_leaves_no_peer_behind(rank: int) -> None:
 
 @on_gpu
 def test_capturing_a_backward_is_refused(rank: int) -> None:
-    model = make_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    x, y = batch(0, rank)
+    model, optimizer = make_wrapped()
+    x = batch(0, rank)[0]
     for _ in range(3):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        model(x).mean().backward()
         optimizer.step()
     optimizer.zero_grad()
     torch.cuda.synchronize()
     with pytest.raises(GradientError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        nn.functional.cross_entropy(model(x), y).backward()
+        model(x).mean().backward()
     torchring.shutdown()
 
 
@@ -371,18 +379,9 @@ def test_collectives_for_scripts(rank: int, world_size: int) -> None:
 
 def test_collectives_over_nccl_alone() -> None:
     """Of one rank: a result is what was given. The host does not wait, and what was aborted is NaN."""
-    from torchring.accelerators import accelerator_of
-    from torchring.collectives import operations
-    from torchring.collectives.service import Collectives
-    from torchring.devices.collectives import Aside, DeviceCollectives
-    from torchring.devices.engines import Engine
-    from torchring.devices.stream import OnStream
-    from torchring.devices.symmetric_memory import LonelyGroup
-    from torchring.functions import REDUCIBLE
-    from torchring.world import World
-
     accelerator = accelerator_of(torch.device("cuda", 0))
-    backend = accelerator.open_backend(torch.distributed.HashStore(), 0, 1, 30.0)
+    assert accelerator is not None
+    backend = accelerator.open_backend(dist.HashStore(), 0, 1, 30.0)
     engine = Engine("native", LonelyGroup(0, accelerator.device), accelerator, 1, backend)
     stream = OnStream(engine, World(None, 0, 1), in_background=True)
     devices = DeviceCollectives(Collectives(World(None, 0, 1)))
@@ -411,22 +410,3 @@ def test_collectives_over_nccl_alone() -> None:
     operations.all_reduce(devices, ones, "sum")
     assert bool(ones.isnan().all())
     stream.close()
-
-
-@on_gpu
-def test_the_profiler_shows_what_is_done(rank: int) -> None:
-    model = make_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, compression="bf16")
-    names: list[str] = []
-    for step in range(4):
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profiler:
-            optimizer.zero_grad()
-            loss_of(model, step, rank).backward()
-            optimizer.step()
-            torch.cuda.synchronize()
-        names = [event.name for event in profiler.events()]
-    torchring.shutdown()
-    for beginning in ("torchring.pack bucket 0", "torchring.direct bucket 0", "torchring.unpack bucket 0"):
-        assert any(name.startswith(beginning) for name in names), beginning
-    assert any("_direct_kernel" in name for name in names)
