@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import run_script, wait_until
+from tests.support.commands import run_python
+from tests.support.harness import wait_until
 from torchring.threads import SerialThread
 
 
@@ -121,6 +122,6 @@ sys.exit(5)
 def test_a_thread_that_is_stuck_at_exit_changes_no_exit_code(tmp_path: Path) -> None:
     """The thread returns from C++ while the interpreter is taken down, and is not let back into Python."""
     (script := tmp_path / "stuck.py").write_text(STUCK)
-    ran = run_script([script])
+    ran = run_python(script)
     assert ran.returncode == 5, ran.stderr
     assert "terminate" not in ran.stderr

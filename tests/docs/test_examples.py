@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import torchring
-from tests.support.harness import run_ranks, run_script
+from tests.support.commands import run_python
+from tests.support.harness import run_ranks
 
 _MISSING = [name for name in ("sklearn", "rich") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(_MISSING), reason=f"needs {_MISSING}")  # not imported here: that takes 1.3 s
@@ -120,7 +121,7 @@ def test_what_an_example_prints_and_how_it_ends(
 
 @pytest.mark.grid  # elastic/ starts such jobs
 def test_train_elastic_under_its_launcher() -> None:
-    result = run_script(["-m", "torchring", "run", "--elastic", "-np", "2", *ELASTIC], deadline=90)
+    result = run_python("-m", "torchring", "run", "--elastic", "-np", "2", *ELASTIC, seconds=90)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("epoch 0, image 0: 2 ranks\n")
     assert re.search(r"epoch 1: (8\d|9\d|100)\.?\d*% of the test images are right", result.stdout)

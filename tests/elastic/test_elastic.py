@@ -19,8 +19,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import torchring
+from tests.support.commands import run_python
 from tests.support.elastic_job import NOTES, ElasticJob, Slots, is_last, note
-from tests.support.harness import count_open_fds, run_ranks, run_script, wait_until
+from tests.support.harness import count_open_fds, run_ranks, wait_until
 from torchring.default_world import default_world
 from torchring.elastic.worker import worker as workers
 from torchring.elastic.worker.checkpoint import newest_step
@@ -378,7 +379,7 @@ sys.exit(5)
 def test_a_worker_that_ends_early_keeps_its_exit_code_and_its_last_checkpoint(tmp_path: Path) -> None:
     """No thread of it is in C++ code when the interpreter is taken down, which would end the process with SIGABRT."""
     (tmp_path / "ends_early.py").write_text(ENDS_EARLY)
-    result = run_script([tmp_path / "ends_early.py", tmp_path / "checkpoints"])
+    result = run_python(tmp_path / "ends_early.py", tmp_path / "checkpoints")
     assert (result.returncode, result.stderr) == (5, "")
     assert newest_step(tmp_path / "checkpoints") == 1
 

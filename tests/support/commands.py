@@ -18,7 +18,7 @@ from tests.support.harness import _clean_environ, patient
 
 
 def start(
-    command: Sequence[str | os.PathLike[str]], env: Mapping[str, str], folder: Path | None = None
+    command: Sequence[str | os.PathLike[str]], env: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> subprocess.Popen[str]:
     """The command, in `folder`, with pipes."""
     pipe = subprocess.PIPE
@@ -32,13 +32,14 @@ def finish(process: subprocess.Popen[str], said: str = "", seconds: float = 60.0
     try:
         out, err = process.communicate(said, timeout=patient(seconds))
     finally:
-        kill(process)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def kill(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def run_python(*arguments: str | os.PathLike[str], seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """`python *arguments`."""
+    return finish(start([sys.executable, *arguments]), seconds=seconds)
 
 
 def free_port() -> int:

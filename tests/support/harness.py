@@ -4,7 +4,6 @@
     run_ranks(fn, 2)               fn(rank, world_size) in 2 processes; both results in rank order
     run_pooled(fn, 2)              the same in processes that stay alive from one call to the next
     run_threads(fn, 2)             fn(rank, world_size, store) in 2 threads of this process
-    run_script(["train.py"])       a script in a process of its own
 
 Whatever goes wrong arrives as RanksFailed, whose text holds for each rank: exit code or signal, traceback, the end of
 what it printed and, after the deadline, the Python stacks of all its threads. A rank that dies after the others have
@@ -34,7 +33,6 @@ import queue
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -261,46 +259,6 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, deadline: f
             reports[rank].traceback = "".join(traceback.format_stack(frame))
     _raise_if_failed(fn, reports, [])
     return results
-
-
-def run_script(argv: Sequence[str | os.PathLike[str]], deadline: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run `python *argv`. The exit code is the caller's to judge.
-
-    Outliving the deadline, or leaving something behind, is RanksFailed.
-    """
-    command = [sys.executable, *(os.fspath(argument) for argument in argv)]
-    with _Leftovers() as leftovers:
-        environ = {**_clean_environ(), **leftovers.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-        stdout, stderr = Path(leftovers.folder, "stdout"), Path(leftovers.folder, "stderr")
-        timed_out = False
-        with stdout.open("wb") as out, stderr.open("wb") as err:  # a pipe would be kept open by a leftover process
-            process = subprocess.Popen(
-                command,
-                env={**environ, "PYTHONPATH": _python_path()},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
-        try:
-            process.wait(patient(deadline))
-        except subprocess.TimeoutExpired:
-            timed_out = True
-            for pid in leftovers.processes():
-                with contextlib.suppress(ProcessLookupError):
-                    resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
-                    os.kill(pid, signal.SIGABRT)  # the fault handler prints all stacks
-            _wait_until_quiet([stderr])
-        finally:
-            process.kill()
-            process.wait()
-        left = leftovers.sweep() if not timed_out else []
-        result = subprocess.CompletedProcess(command, process.returncode, stdout.read_text(), stderr.read_text())
-    if timed_out or left:
-        title = f"{' '.join(command)}: " + (f"still running after {deadline} s" if timed_out else "has ended")
-        text = f"{title}\n--- stdout:\n{result.stdout[-_TAIL:]}\n--- stderr:\n{result.stderr[-_TAIL:]}"
-        raise RanksFailed(text, (), left)
-    return result
 
 
 def count_open_fds() -> int:
@@ -643,17 +601,14 @@ def _start_method(environ: Mapping[str, str | None]) -> Any:
     resource_tracker.ensure_running()
     read = {name: environ[name] or "" for name in _READ_AT_IMPORT if environ.get(name) is not None}
     server = _servers.setdefault(tuple(sorted(read.items())), forkserver.ForkServer())
-    with _environment(_clean_environ() | read | {"PYTHONPATH": _python_path()}):
+    path = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
+    with _environment(_clean_environ() | read | {"PYTHONPATH": os.pathsep.join(filter(None, path))}):
         interpreted = ["tests.support.interpreted"] if read.get("TRITON_INTERPRET") == "1" else []
         server.set_forkserver_preload([*_PRELOADED, *_modules_of_tests(), *interpreted, "tests.support.frozen"])
         server.ensure_running()
     # What multiprocessing starts processes with; the module has one server, which it takes these functions from.
     vars(forkserver).update(_forkserver=server, connect_to_new_process=server.connect_to_new_process)
     return multiprocessing.get_context("forkserver")
-
-
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
 
 
 def _modules_of_tests() -> list[str]:

@@ -1,8 +1,4 @@
-"""The harness must fail when a rank fails: each test here breaks something on purpose.
-
-run_ranks: environment, endings, deadline, leftovers · a pool · @ranks · run_threads · run_script · the gpu marker of
-conftest.py · grids
-"""
+"""The harness must fail when a rank fails: each test here breaks something on purpose."""
 
 from __future__ import annotations
 
@@ -37,8 +33,8 @@ from tests.support.harness import (
     ranks,
     run_pooled,
     run_ranks,
-    run_script,
     run_threads,
+    wait_until,
 )
 
 
@@ -291,26 +287,19 @@ def test_runs_leak_nothing_in_this_process() -> None:
     assert threading.active_count() == threads_before
 
 
-_SUICIDE = """
-import os, shutil, threading, time
-from tests.support import harness, test_harness
-
-if __name__ == "__main__":
-    threading.Thread(target=harness.run_ranks, args=(test_harness._act, 2, "hang")).start()
-    while len(list(harness.Path(os.environ["TMPDIR"]).glob("*/rank*.log"))) < 2:
-        time.sleep(0.05)
-    shutil.rmtree(os.environ["TMPDIR"])
-    os.mkdir(os.environ["TMPDIR"])
+def _die_before_its_ranks(rank: int, world_size: int) -> None:
+    folder = Path(os.environ["TMPDIR"])
+    threading.Thread(target=run_ranks, args=(_act, 2, "hang")).start()
+    wait_until(lambda: len(list(folder.glob("*/rank*.log"))) == 2, "ranks")
+    shutil.rmtree(folder)
+    folder.mkdir()
     os._exit(0)
-"""
 
 
 @pytest.mark.grid
-def test_ranks_end_when_the_tests_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_end_when_the_tests_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.harness._SETTLE", 10.0)  # the fork server needs a second to take itself down
-    script = tmp_path / "suicide.py"
-    script.write_text(_SUICIDE)
-    assert run_script([script], deadline=150.0).returncode == 0
+    run_ranks(_die_before_its_ranks, 1, expect_exit={0: 0})
 
 
 # A pool.
@@ -421,31 +410,6 @@ def test_exception_and_hang_in_a_thread_arrive_with_its_stack() -> None:
     finally:
         released.set()
     assert "in _in_thread" in failure.value.reports[1].traceback
-
-
-# Scripts.
-
-
-def test_script_exit_code_and_output_come_back(tmp_path: Path) -> None:
-    script = tmp_path / "plain.py"
-    script.write_text("import sys; print('to', sys.argv[1]); print('err', file=sys.stderr); sys.exit(5)")
-    result = run_script([script, "stdout"])
-    assert (result.returncode, result.stdout, result.stderr) == (5, "to stdout\n", "err\n")
-
-
-@pytest.mark.usefixtures("_impatient")
-@pytest.mark.parametrize(
-    ("does", "deadline", "said"),
-    [
-        ("subprocess.Popen(['sleep', '1000'], start_new_session=True)", 60, r"left behind: process \d+ \(sleep 1000\)"),
-        _of_grid("time.sleep(1000)", 2, r'still running after(.|\n)*script\.py", line 2 in hang_here'),
-    ],
-)
-def test_script_that_leaves_a_process_or_hangs_fails(tmp_path: Path, does: str, deadline: float, said: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"import subprocess, time\ndef hang_here(): {does}\nhang_here()\n")
-    with pytest.raises(RanksFailed, match=said):
-        run_script([script], deadline)
 
 
 # The gpu marker.
