@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
 import types
 import warnings
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchring
-from tests.platforms.cases import Cases, same
+from tests.platforms.cases import Cases, assert_refused, close, flat, same, too_large_scale
+from tests.support.commands import finish, start
 from tests.support.documents import ROOT, snippet
-from tests.support.harness import patient, wait_until
+from tests.support.harness import wait_until
 from tests.support.training import attempt
 from torchring.default_world import default_world
 from torchring.gradients.views import CAN_SWAP
@@ -46,10 +46,8 @@ def modules() -> types.SimpleNamespace:
         def __init__(self, norm: bool = False, plateau: bool = False) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.lr = 0.01
-            self.plateau = plateau
+            self.lr, self.plateau, self.num_reductions = 0.01, plateau, 0
             self.losses: list[float] = []
-            self.num_reductions = 0
             self.is_forward_known: list[bool] = []
             middle = nn.BatchNorm1d(16) if norm else nn.Identity()
             self.net = nn.Sequential(nn.Linear(8, 16, bias=not norm), middle, nn.Tanh(), nn.Linear(16, 1))
@@ -68,11 +66,8 @@ def modules() -> types.SimpleNamespace:
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), self.lr)
             if self.plateau:
-                return {
-                    "optimizer": optimizer,
-                    "lr_scheduler": ReduceLROnPlateau(optimizer, patience=0),
-                    "monitor": "val",
-                }
+                schedule = ReduceLROnPlateau(optimizer, patience=0)
+                return {"optimizer": optimizer, "lr_scheduler": schedule, "monitor": "val"}
             return [optimizer], [{"scheduler": StepLR(optimizer, 3, 0.7), "interval": "step"}]
 
         def on_train_end(self) -> None:
@@ -127,72 +122,60 @@ def trainer(strategy: Any = "torchring", devices: Any = "auto", **options: Any) 
 
 
 def weights(module: nn.Module) -> list[float]:
-    return torch.cat([value.detach().double().flatten() for value in module.state_dict().values()]).tolist()
+    return flat(module.state_dict().values())
 
 
-def fitted(make: Callable[[], Any], strategy: Any = "torchring", **options: Any) -> dict[str, Any]:
+def weights_of(checkpoint: dict[str, Any]) -> list[float]:
+    return flat(checkpoint["state_dict"].values())
+
+
+def fitted(make: Callable[[], Any], strategy: Any = "torchring", **options: Any) -> tuple[Any, Any, dict[str, float]]:
     module = make()
     own = trainer(strategy, "auto" if strategy == "torchring" else 2, **options)
-    own.fit(module, loader(), loader(16) if "val" not in options else None)
-    return {
-        "weights": weights(module),
-        "losses": module.losses,
-        "count": module.num_reductions,
-        "metrics": {name: float(value) for name, value in own.callback_metrics.items()},
-        "epochs": own.current_epoch,
-    }
-
-
-def close(value: Any) -> Any:
-    return pytest.approx(value, rel=1e-6, abs=1e-7)
+    own.fit(module, loader(), loader(16))
+    return own, module, {name: float(value) for name, value in own.callback_metrics.items()}
 
 
 @case
 def test_it_trains_as_with_ddp(rank: int) -> None:
-    import lightning
-    import lightning.pytorch.callbacks as callbacks
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+    from lightning.pytorch.plugins import MixedPrecision
 
     kinds = modules()
+    plateau = functools.partial(kinds.Regression, plateau=True)
     monitor = {"monitor": "val", "mode": "min"}
 
-    def scaled() -> Any:
-        """As precision="16-mixed" on a GPU. The first scale is too large, so first steps are left out."""
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-60)
-        return lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    def stopping() -> dict[str, Any]:
+        stop = EarlyStopping(**monitor, patience=1, min_delta=0.05)
+        return {"max_epochs": 6, "callbacks": [stop, ModelCheckpoint("plateau", **monitor)]}
 
-    cases: list[tuple[Callable[[], Any], Callable[[], dict[str, Any]], int | None]] = [  # and the number of reductions
+    def averaging() -> dict[str, Any]:
+        callbacks = [StochasticWeightAveraging(0.02, swa_epoch_start=1)]
+        return {"max_epochs": 3, "callbacks": callbacks, "enable_checkpointing": False}
+
+    def scaled() -> dict[str, Any]:
+        """As precision="16-mixed" on a GPU."""
+        return {"plugins": MixedPrecision("16-mixed", "cpu", scaler=too_large_scale()), "gradient_clip_val": 0.5}
+
+    cases: list[tuple[Callable[[], Any], Callable[[], dict[str, Any]], int]] = [  # and the number of reductions
         (kinds.Regression, lambda: {"max_epochs": 100, "max_steps": 50}, 50),
         (kinds.Regression, lambda: {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}, 6),
         (kinds.Regression, lambda: {"precision": "bf16-mixed"}, 16),
-        (kinds.Regression, lambda: {"plugins": scaled(), "gradient_clip_val": 0.5}, 16),
+        (kinds.Regression, scaled, 16),
         (kinds.Gan, dict, 32),
-        (
-            functools.partial(kinds.Regression, plateau=True),
-            lambda: {
-                "max_epochs": 6,
-                "callbacks": [
-                    callbacks.EarlyStopping(**monitor, patience=1, min_delta=0.05),
-                    callbacks.ModelCheckpoint("plateau", **monitor),
-                ],
-            },
-            None,
-        ),
-        (
-            kinds.Regression,
-            lambda: {"max_epochs": 3, "callbacks": [callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=1)],
-                     "enable_checkpointing": False},
-            24,
-        ),
-    ]  # fmt: skip
+        (plateau, stopping, 0),
+        (kinds.Regression, averaging, 24),
+    ]
     for make, options, num_reductions in cases:
         strategy = "ddp_find_unused_parameters_true" if make is kinds.Gan else "ddp"  # torchring needs no such flag
-        ddp, ring = fitted(make, strategy, **options()), fitted(make, **options())
-        for name in ("weights", "losses", "metrics"):
-            assert ring[name] == close(ddp[name]), name
-        assert ring["epochs"] == ddp["epochs"]
-        assert num_reductions == ring["count"] if num_reductions else ring["epochs"] < 6
-        same(ring["weights"])
-        first, second = torchring.all_gather_object(ring["losses"])
+        (ddp, its, expected), (ring, mine, metrics) = fitted(make, strategy, **options()), fitted(make, **options())
+        assert weights(mine) == close(weights(its))
+        assert mine.losses == close(its.losses)
+        assert metrics == close(expected)
+        assert ring.current_epoch == ddp.current_epoch
+        assert num_reductions == mine.num_reductions if num_reductions else ring.current_epoch < 6
+        same(weights(mine))
+        first, second = torchring.all_gather_object(mine.losses)
         assert first != second
 
 
@@ -211,39 +194,33 @@ def test_checkpoints_are_those_of_one_device(rank: int) -> None:
     torchring.barrier()
     expected = keys(torch.load("alone.ckpt", weights_only=True))
     plain: Any = None
-    for name, strategy in (("plain", "torchring"), ("sharded", RingStrategy(shard=CAN_SWAP))):
+    for name, make in (("plain", RingStrategy), ("sharded", functools.partial(RingStrategy, shard=CAN_SWAP))):
         module = kinds.Regression()
         saver = lightning.pytorch.callbacks.ModelCheckpoint(name, "{epoch}", save_top_k=-1)
-        own = trainer(strategy, max_epochs=2, callbacks=[saver])
+        own = trainer(make(), callbacks=[saver])
         own.fit(module, loader())
         own.save_checkpoint(f"{name}.ckpt")  # after the fit has ended
         torchring.barrier()
-        first, last, after = (torch.load(file, weights_only=True) for file in
-                              (f"{name}/epoch=0.ckpt", f"{name}/epoch=1.ckpt", f"{name}.ckpt"))  # fmt: skip
+        files = [f"{name}/epoch=0.ckpt", f"{name}/epoch=1.ckpt", f"{name}.ckpt"]
+        first, last, after = (torch.load(file, weights_only=True) for file in files)
         resumed = kinds.Regression()
-        trainer("torchring" if name == "plain" else RingStrategy(shard=CAN_SWAP), max_epochs=2).fit(
-            resumed, loader(), ckpt_path=f"{name}/epoch=0.ckpt"
-        )
+        trainer(make()).fit(resumed, loader(), ckpt_path=files[0])
         assert keys(first) == expected
         assert weights_of(last) == weights_of(after) == weights(resumed) == weights(module)
         plain = plain or last
         assert weights(module) == close(weights_of(plain))
+        (expected_state,) = plain["optimizer_states"]
         for checkpoint in (last, after):
-            torch.testing.assert_close(
-                checkpoint["optimizer_states"][0]["state"], plain["optimizer_states"][0]["state"], rtol=1e-5, atol=1e-8
-            )
+            (state,) = checkpoint["optimizer_states"]
+            torch.testing.assert_close(state["state"], expected_state["state"], rtol=1e-5, atol=1e-8)
     module = kinds.Regression()
-    trainer(max_epochs=2).fit(module, loader(), ckpt_path="alone.ckpt")
+    trainer().fit(module, loader(), ckpt_path="alone.ckpt")
     assert same(weights(module)) != weights_of(plain)
     if rank == 0:
         module = kinds.Regression()
         trainer("auto", 1, max_epochs=3).fit(module, loader(), ckpt_path="plain/epoch=1.ckpt")
         assert len(module.losses) == 16  # the third epoch, on all of the data
     torchring.barrier()
-
-
-def weights_of(checkpoint: dict[str, Any]) -> list[float]:
-    return torch.cat([value.double().flatten() for value in checkpoint["state_dict"].values()]).tolist()
 
 
 def keys(checkpoint: dict[str, Any]) -> list[Any]:
@@ -283,7 +260,7 @@ def test_batchnorm(rank: int) -> None:
     import lightning
 
     make = functools.partial(modules().Regression, norm=True)
-    options = {"max_epochs": 2, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
+    options = {"num_sanity_val_steps": 0, "use_distributed_sampler": False}
     module, alone = make(), make()
     mine = DataLoader(data(), batch_size=4, sampler=[i for i in range(64) if i // 4 % 2 == rank])
     trainer(sync_batchnorm=True, **options).fit(module, mine)
@@ -291,9 +268,10 @@ def test_batchnorm(rank: int) -> None:
     assert same(weights(module)) == pytest.approx(weights(alone), rel=1e-4, abs=1e-6)
     assert type(module.net[1]) is nn.BatchNorm1d
     averaged = make()  # whose last epoch has forwards without a step
-    callbacks = [lightning.pytorch.callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=1),
-                 lightning.pytorch.callbacks.ModelCheckpoint("averaged", "{epoch}")]  # fmt: skip
-    trainer(callbacks=callbacks).fit(averaged, loader())
+    averaging = lightning.pytorch.callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=1)
+    trainer(callbacks=[averaging, lightning.pytorch.callbacks.ModelCheckpoint("averaged", "{epoch}")]).fit(
+        averaged, loader()
+    )
     torchring.barrier()
     assert same(weights(averaged)) == weights_of(torch.load("averaged/epoch=2.ckpt", weights_only=True))
     assert averaged.net[1].num_batches_tracked == 8  # the last epoch's alone
@@ -309,9 +287,8 @@ def test_the_report_sees_forward_and_logs_have_the_names_of_ddp(rank: int) -> No
     module = modules().Regression()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(
-            logger=CSVLogger("logs"), log_every_n_steps=1, callbacks=[LearningRateMonitor()], enable_checkpointing=False
-        ).fit(module, loader())
+        options = {"callbacks": [LearningRateMonitor()], "enable_checkpointing": False}
+        trainer(logger=CSVLogger("logs"), log_every_n_steps=1, **options).fit(module, loader())
     torchring.barrier()
     assert Path("logs/lightning_logs/version_0/metrics.csv").read_text().splitlines()[0] == "lr-AdamW,step"
     assert recorder.num_samples_before - before == 64
@@ -361,27 +338,24 @@ def test_mistakes(rank: int) -> None:
 
     shared = DataLoader(data(), 4, sampler=torchring.data.Sampler(data()))
     asks = "ValueError: Trainer(devices={}, num_nodes={}) asks for {} ranks"
-    for text, act in (
-        ("ValueError: Forgot.configure_optimizers() has returned no optimizer", fit(Forgot)),
-        ("ValueError: Lightning would share the shares of a torchring.data.Sampler out again",
-         fit(Wraps, batches=shared)),
-        ("ValueError: net.0.weight belongs to a DistributedDataParallel", fit(Ddp)),
-        ("ValueError: net.0.weight belongs to a DistributedDataParallel", fit(Wraps, "ddp", 2)),
-        (f"{asks.format(4, 1, 4)}, but torch.distributed has 2, 2 of", lambda: trainer(devices=4)),
-        (asks.format(1, 3, 3), lambda: trainer(num_nodes=3)),
-        ("ValueError: FSDPPrecision works with its own strategy only",
-         lambda: trainer(plugins=[FSDPPrecision("bf16-mixed")])),
-        ("TypeError: RingStrategy does not take find_unused_parameters=True: leave it out",
-         lambda: RingStrategy(find_unused_parameters=True)),
-        ("TypeError: RingStrategy does not take compresion='bf16': its options are those of torchring.wrap",
-         lambda: RingStrategy(compresion="bf16")),
-        ("ValueError: compression must be one of None, 'fp16', 'bf16', got 'fp8'",
-         lambda: fit(kinds.Regression, RingStrategy(compression="fp8"))()),
-        ("TopologyError: Lightning's Other says that the ranks 0 to 1 are 0 of 2, 0 of 2",
-         fit(kinds.Regression, plugins=[Other()])),
-    ):  # fmt: skip
-        said = attempt(act)
-        assert said.startswith(text), said
+    assert_refused(
+        (fit(Forgot), "ValueError: Forgot.configure_optimizers() has returned no optimizer"),
+        (fit(Wraps, batches=shared), "ValueError: Lightning would share the shares of a torchring.data.Sampler out"),
+        (fit(Ddp), "ValueError: net.0.weight belongs to a DistributedDataParallel"),
+        (fit(Wraps, "ddp", 2), "ValueError: net.0.weight belongs to a DistributedDataParallel"),
+        (lambda: trainer(devices=4), f"{asks.format(4, 1, 4)}, but torch.distributed has 2, 2 of"),
+        (lambda: trainer(num_nodes=3), asks.format(1, 3, 3)),
+        (lambda: trainer(plugins=[FSDPPrecision("bf16-mixed")]),
+         "ValueError: FSDPPrecision works with its own strategy only"),
+        (lambda: RingStrategy(find_unused_parameters=True),
+         "TypeError: RingStrategy does not take find_unused_parameters=True: leave it out"),
+        (lambda: RingStrategy(compresion="bf16"),
+         "TypeError: RingStrategy does not take compresion='bf16': its options are those of torchring.wrap"),
+        (lambda: fit(kinds.Regression, RingStrategy(compression="fp8"))(),
+         "ValueError: compression must be one of None, 'fp16', 'bf16', got 'fp8'"),
+        (fit(kinds.Regression, plugins=[Other()]),
+         "TopologyError: Lightning's Other says that the ranks 0 to 1 are 0 of 2, 0 of 2"),
+    )  # fmt: skip
 
 
 @case
@@ -437,8 +411,9 @@ def test_the_script_of_the_page(rank: int) -> None:
         script.write_text(code)
         unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "GROUP_", "TORCHELASTIC")
         environ = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
-        done = subprocess.run([sys.executable, script], env={**environ, "TMPDIR": str(script.parent)},
-                              cwd=script.parent, capture_output=True, text=True, timeout=patient(90))  # fmt: skip
+        done = finish(
+            start([sys.executable, script], {**environ, "TMPDIR": str(script.parent)}, script.parent), seconds=90
+        )
         assert done.returncode == 0, done.stderr
         for number in range(2):
             assert eval(Path(f"{script}.{number}").read_text()) == [close(expected[:8])]
