@@ -65,7 +65,7 @@ TESTS = {
         "not test_semantics or PyTorch",
     ),
     "torchring/gradients/weights.py": (
-        "gradients/test_weights gradients/test_local horovod/test_optimizer elastic/test_batches",
+        "gradients/test_weights gradients/test_local horovod/test_optimizer elastic/test_elastic",
         "test_weights or test_local or what_a_script_does or the_weight_of_its_batch",
     ),
     "torchring/gradients/local.py": (

@@ -178,7 +178,7 @@ class ElasticJob:
         self._num_read: dict[Path, int] = {}
 
     def __enter__(self) -> ElasticJob:
-        self.context = _start_method(False, _clean_environ())
+        self.context = _start_method(_clean_environ())
         self.leftovers = self._stack.enter_context(_Leftovers())
         self.folder = Path(self.leftovers.folder)
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
