@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 import torchring
 import torchring.horovod as hvd
-from tests.sharding.test_on_device import ShardedSide
 from tests.support.checks import assert_bitwise, exact_inputs
 from tests.support.harness import ranks, run_ranks
 from tests.support.scripts import ON_DEVICES, branches
-from tests.support.training import Side, assert_as_one_process
+from tests.support.training import ShardedSide, Side, assert_as_one_process
 from torchring.accelerators import accelerator_of
 from torchring.collectives import operations
 from torchring.collectives.service import Collectives

@@ -43,7 +43,7 @@ def _loss(model: nn.Module, samples: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(samples[:, :4]), samples[:, 4:])
 
 
-def _weighted(side: Side, micros: int, how: str, unit: float, options: dict[str, Any]) -> list[Tensor]:
+def weighted(side: Side, micros: int, how: str, unit: float, options: dict[str, Any]) -> list[Tensor]:
     """Each step takes the mean over the samples of all ranks and micro-steps."""
     model = small_model(torch.float32 if "compression" in options else torch.float64)
     accumulate = micros if how == "accumulate" else 1
@@ -75,12 +75,12 @@ def _weighted(side: Side, micros: int, how: str, unit: float, options: dict[str,
     ],
 )
 def test_the_mean_is_over_all_samples(size: int, micros: int, how: str, options: dict[str, Any]) -> None:
-    assert_as_one_process(_weighted, micros, how, 1, options, world_size=size)
+    assert_as_one_process(weighted, micros, how, 1, options, world_size=size)
 
 
 @pytest.mark.parametrize("unit", [1.0, 1e-3, 4096.0, 3e5], ids=str)
 def test_weights_of_any_size_in_16_bits(unit: float) -> None:
-    assert_as_one_process(_weighted, 2, "accumulate", unit, {"compression": "bf16"}, tolerance=0.02)
+    assert_as_one_process(weighted, 2, "accumulate", unit, {"compression": "bf16"}, tolerance=0.02)
 
 
 @ranks(2)
@@ -133,7 +133,7 @@ def test_all_kinds_of_parameters(compression: str | None) -> None:
 # Skipping
 
 
-def _skipping(side: Side, weighs: bool, options: dict[str, Any]) -> list[Tensor]:
+def skipping(side: Side, weighs: bool, options: dict[str, Any]) -> list[Tensor]:
     model = small_model()
     optimizer = side.wrap(torch.optim.Adam(model.parameters(), lr=0.05), model, **options)
     for step in range(6):
@@ -154,7 +154,7 @@ def _skipping(side: Side, weighs: bool, options: dict[str, Any]) -> list[Tensor]
 
 @pytest.mark.parametrize(("weighs", "options"), [(False, {}), (True, {}), (True, {"algorithm": "native"})])
 def test_the_mean_is_over_ranks_that_do_not_skip(weighs: bool, options: dict[str, Any]) -> None:
-    assert_as_one_process(_skipping, weighs, options, world_size=3)
+    assert_as_one_process(skipping, weighs, options, world_size=3)
 
 
 @ranks(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -13,11 +12,12 @@ import torch
 from torch import nn
 
 import torchring
-from tests.sharding.test_step import Net, compare_acts, compare_twins, compare_whole_parameters
+from tests.optimizer.test_semantics import CASES
+from tests.sharding.test_step import Net, compare_twins, compare_whole_parameters
 from tests.support.fake_device import COMPUTE, FakeAccelerator
 from tests.support.scenarios import Scenarios, device
 from tests.support.scripts import ON_DEVICES
-from tests.support.training import Side, assert_as_one_process, attempt
+from tests.support.training import ShardedSide, assert_as_one_process, attempt
 from torchring.devices.engines import Engine
 from torchring.errors import PeerTimeoutError
 from torchring.memory import host as host_module
@@ -27,19 +27,15 @@ pytestmark = pytest.mark.sim
 scenario = Scenarios(__name__)
 
 # The others differ in what happens to gradients.
-_SCRIPTS = (
-    "unused on some ranks", "channels_last, fp16", "complex", "fused, clipped", "GradScaler, fused",
-    "GradScaler, clipped", "on a side stream",
-)  # fmt: skip
+_SCRIPTS = {
+    name: ON_DEVICES[name]
+    for name in (
+        *("unused on some ranks", "channels_last, fp16", "complex", "fused, clipped", "GradScaler, fused"),
+        *("GradScaler, clipped", "on a side stream"),
+    )
+}
+_SCRIPTS["a group is added"] = *CASES["optimizers"]["a group is added"], (), 1e-9
 _APART = "rank 0 cannot reach rank 1"  # so that the backend carries everything
-
-
-@dataclass(frozen=True)
-class ShardedSide(Side):
-    """A rank whose parameters are on the fake device, and its optimizer sharded."""
-
-    def wrap(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None, **options: Any) -> Any:
-        return super().wrap(optimizer, model, **{"shard": True, **options})
 
 
 class _Small(Net):
@@ -79,14 +75,14 @@ def test_three_ranks_train_and_go_on_as_without_shard(name: str, rank: int) -> N
 
 
 def _check_script(results: list[Any], name: str) -> None:
-    script, args, tolerance = ON_DEVICES[name]
+    script, args, tolerance = _SCRIPTS[name]
     assert_as_one_process(script, *args, tolerance=tolerance, run=lambda *_: results)
 
 
 @scenario(_SCRIPTS, check=_check_script)
 def test_what_scripts_rely_on(name: str, rank: int) -> Sequence[Any]:
     """Against one process that does the work of both ranks."""
-    script, args, _ = ON_DEVICES[name]
+    script, args, _ = _SCRIPTS[name]
     stream = "another" if "side stream" in name else COMPUTE
     # Where GradScaler asks the host whether to step: a fused optimizer's kernels decide.
     not_waiting = mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step") if "fused" in name else nullcontext()
@@ -104,12 +100,6 @@ def test_whole_parameters(problem: str, rank: int) -> None:
 def test_whole_parameters_on_three_ranks(rank: int) -> None:
     with device(problem=_APART):
         compare_whole_parameters(rank)
-
-
-@scenario()
-def test_with_everything(rank: int) -> None:
-    with device():
-        compare_acts(rank, ["group", "loaded before"])
 
 
 @scenario()

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import torchring
+from tests.gradients.test_weights import skipping, weighted
+from tests.optimizer.test_semantics import CASES
 from tests.support.checks import assert_same_everywhere, logged
 from tests.support.harness import ranks, run_ranks
-from tests.support.training import values
+from tests.support.training import ShardedSide, assert_each_as_one_process, values
 from torchring.memory import host as host_module
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
@@ -168,62 +170,35 @@ def test_muon_steps_a_matrix_on_one_rank(rank: int) -> None:
     compare_whole_parameters(rank)
 
 
-_ACTS: dict[str, dict[str, Any]] = {  # around a step, and options
-    "accumulate": {"accumulate": 2},
-    "weigh": {},
-    "skip": {},
-    "not finite": {"on_nonfinite": "skip"},
-    "group": {"compression": "bf16"},
-    "average": {},
-    "scaler": {},
-    "loaded before": {},
+_SCRIPTS = {
+    **CASES["several backwards"],
+    **CASES["several"],
+    **{
+        name: script
+        for about in ("kinds of parameters", "PyTorch", "optimizers", "zeroing and clipping")
+        for name, script in CASES[about].items()
+        if name.startswith(("tied", "complex", "freezing ttf", "SWA", "GradScaler", "a group", "clip"))
+    },
+    "weigh": (weighted, 2, "accumulate", 1, {}),
+    "skip": (skipping, True, {}),
 }
 
 
-def compare_acts(rank: int, acts: Sequence[str]) -> None:
-    """On two ranks, twins that do this around a step."""
-    for act in acts:
-        options, outcomes = _ACTS[act], []
-        for shard in (False, True):
-            torch.manual_seed(5)
-            net = nn.Sequential(nn.Embedding(50, 6), nn.Linear(6, 300), nn.Linear(300, 6))
-            sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-            if act == "loaded before":
-                sum(p.sum() for p in net.parameters()).backward()
-                sgd.step()
-                sgd.zero_grad()
-            before = net.state_dict()
-            optimizer = torchring.wrap(sgd, net, shard=shard, **options)
-            average = torch.optim.swa_utils.AveragedModel(net)
-            scaler = torch.amp.GradScaler("cpu", enabled=act == "scaler", init_scale=4.0)
-            for step in range(4):
-                if act == "group" and step == 2:
-                    net.late = nn.Parameter(torch.ones(7))
-                    optimizer.add_param_group({"params": [net.late], "lr": 0.5})
-                for _ in range(options.get("accumulate", 1)):
-                    if act == "skip" and rank == step % 2:
-                        optimizer.skip()
-                        continue
-                    if act == "weigh":
-                        optimizer.weigh(rank + 1)
-                    words = torch.randint(50, (8,), generator=torch.Generator().manual_seed(10 * step + rank))
-                    out = net[2](net[1](net[0](words))) + (net.late.sum() if hasattr(net, "late") else 0)
-                    factor = float("nan") if act == "not finite" and (step, rank) == (1, 1) else 1.0
-                    scaler.scale(out.square().mean() * factor).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                if act == "average":
-                    average.update_parameters(net)
-                optimizer.zero_grad()
-            assert all(torch.equal(before[name], p) for name, p in net.named_parameters() if name in before)
-            outcomes.append([*values(net), *values(average.module)])
-            optimizer.close()
-        assert_equal(*outcomes)
+def test_scripts_train_as_one_process(subtests: pytest.Subtests) -> None:
+    assert_each_as_one_process(_SCRIPTS, subtests, side=ShardedSide)
 
 
 @ranks(2)
-def test_with_everything_that_scripts_do_around_a_step(rank: int) -> None:
-    compare_acts(rank, list(_ACTS))
+def test_a_step_that_is_not_finite_is_left_out(rank: int) -> None:
+    layer = nn.Linear(300, 30)
+    optimizer = torchring.wrap(torch.optim.AdamW(layer.parameters()), layer, shard=True, on_nonfinite="skip")
+    trained = []
+    for factor in (1.0, float("nan") if rank else 1.0):
+        (layer(torch.ones(1, 300)).sum() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trained.append(values(layer))
+    assert_equal(*trained)
 
 
 @ranks(2, start=run_ranks)

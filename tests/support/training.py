@@ -35,6 +35,14 @@ class Side:
         return torch.stack([loss_of(rank) for rank in self.mine]).mean()
 
 
+@dataclass(frozen=True)
+class ShardedSide(Side):
+    """A rank whose optimizer is sharded."""
+
+    def wrap(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None, **options: Any) -> Any:
+        return super().wrap(optimizer, model, **{"shard": True, **options})
+
+
 Script = Callable[..., Sequence[Any]]
 
 
@@ -56,21 +64,27 @@ def assert_as_one_process(
     return results
 
 
-def in_turn(rank: int, world_size: int, cases: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+def in_turn(
+    rank: int, world_size: int, cases: Mapping[str, Sequence[Any]], side: type[Side]
+) -> dict[str, Sequence[Any]]:
     """What each script leaves on this rank. Each has a world of its own."""
     results = {}
     for name, (script, *args) in cases.items():
         print(name)  # the last one in the output is the one that failed
-        results[name] = script(Side((rank,), True), *args)
+        results[name] = script(side((rank,), True), *args)
         torchring.shutdown()
     return results
 
 
 def assert_each_as_one_process(
-    cases: Mapping[str, Sequence[Any]], subtests: pytest.Subtests, world_size: int = 2, tolerance: float = 1e-9
+    cases: Mapping[str, Sequence[Any]],
+    subtests: pytest.Subtests,
+    world_size: int = 2,
+    tolerance: float = 1e-9,
+    side: type[Side] = Side,
 ) -> None:
     """The same for scripts and their arguments, by name, one after another on the same ranks."""
-    per_rank = run_pooled(in_turn, world_size, cases)
+    per_rank = run_pooled(in_turn, world_size, cases, side)
     for name, (script, *args) in cases.items():
         with subtests.test(name):
             expected = script(Side(tuple(range(world_size)), False), *args)
