@@ -455,7 +455,7 @@ def test_threads_end_where_an_earlier_reduction_has_failed() -> None:
     run_all_reduces("hierarchical", 3, body)
     threads = [t for t in threading.enumerate() if t.name in ("torchring-sums", "torchring-ends")]
     for thread in threads:
-        thread.join(5.0)
+        thread.join(20.0)
     assert not any(thread.is_alive() for thread in threads)
 
 

@@ -53,8 +53,8 @@ def test_wait_for_releases_the_gil(page: torch.Tensor) -> None:
     timer = threading.Timer(0.1, lambda: semaphore.post(page.data_ptr()))
     timer.start()
     started = time.monotonic()
-    assert semaphore.wait_for(page.data_ptr(), 10.0) is True
-    assert 0.05 < time.monotonic() - started < 5.0
+    assert semaphore.wait_for(page.data_ptr(), 60.0) is True
+    assert 0.05 < time.monotonic() - started < patient(5.0)
     timer.join()
 
 
@@ -64,8 +64,8 @@ def test_a_signal_interrupts_the_sleep(page: torch.Tensor) -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         started = time.monotonic()
-        assert semaphore.wait_for(page.data_ptr(), 10.0) is False
-        assert time.monotonic() - started < 5.0
+        assert semaphore.wait_for(page.data_ptr(), 60.0) is False
+        assert time.monotonic() - started < patient(5.0)
         assert caught == [signal.SIGALRM]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -96,7 +96,7 @@ def test_two_processes_take_turns_and_see_each_others_writes(page: torch.Tensor)
             assert semaphore.wait_for(pong, 10.0), f"no answer in turn {turn}"
             assert int(counter) == 2 * (turn + 1)
     finally:
-        peer.join(5.0)
+        peer.join(20.0)
         peer.kill()
         peer.join()
     assert peer.exitcode == 0

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torchring
 from tests.support import commands
 from tests.support.commands import free_port
-from tests.support.harness import _clean_environ, ranks, run_ranks, run_threads
+from tests.support.harness import _clean_environ, patient, ranks, run_ranks, run_threads
 from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.rendezvous import addresses
 from torchring.rendezvous import store as store_module
@@ -318,7 +318,7 @@ def test_where_no_store_can_be_had(environ: dict[str, str], said: str) -> None:
         started = time.monotonic()
         with pytest.raises(TopologyError, match=said):
             torchring.init(timeout_seconds=0.5)
-    assert time.monotonic() - started < 20.0
+    assert time.monotonic() - started < patient(10.0)
 
 
 @ranks(3, run_ranks, launcher_env=False)
@@ -425,7 +425,7 @@ def test_addresses_that_do_not_work_are_all_named() -> None:
     with pytest.raises(TopologyError, match=said) as caught:
         store_module._connect(launched(1, 2), endpoint, 0.3)
     assert caught.value.peers == (0,)
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < patient(5.0)
 
 
 def test_somebody_elses_store_is_not_taken() -> None:

@@ -133,7 +133,7 @@ def test_an_intruder_gets_no_memory_and_keeps_nobody_out(
 
     def call_in_turn(rank: int, peer: int, card: dict[str, str]) -> Any:
         if (rank, peer) == (2, 0):
-            assert rank_1_has_dialled.wait(5.0)
+            assert rank_1_has_dialled.wait(20.0)
             intruders.append(_intrude(card, words(card["token"]), user))
         link = call(rank, peer, card)
         if rank == 1:
