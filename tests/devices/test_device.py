@@ -80,21 +80,6 @@ def test_ranges_are_there_while_a_profiler_looks() -> None:
 # The fake itself
 
 
-def test_work_is_done_in_order_and_when_somebody_waits(accelerator: FakeAccelerator) -> None:
-    stream, value = accelerator.open_stream(), torch.zeros(8)
-    fetched: list[torch.Tensor] = []
-    stream.follow()
-    stream.run(lambda: value.fill_(1.0))
-    first = stream.mark()
-    stream.run(lambda: fetched.append(accelerator.fetch(value.mul_(3.0))))
-    assert not first.is_reached()
-    first.hold_current()
-    assert (value.tolist(), fetched[0].tolist()) == ([1.0] * 8, [-1] * 8)
-    accelerator.synchronize()
-    assert value.tolist() == fetched[0].tolist() == [3.0] * 8
-    assert accelerator.races == []
-
-
 @pytest.mark.parametrize("mode", ["late", "eager"])
 def test_an_order_that_nothing_says_is_a_race(mode: str) -> None:
     with FakeAccelerator(mode).installed() as accelerator:

@@ -217,35 +217,11 @@ def _strided_gradients(side: Side) -> Sequence[Any]:
     return [bias.grad, weight.grad, bias.detach(), weight.detach()]
 
 
-def _weighed(side: Side) -> Sequence[Any]:
-    """Each rank weighs what it has, in two micro-steps that stay in the wire buffer; in step 1, rank 1 has nothing."""
-    model = small_model()
-    optimizer = side.wrap(momentum(model), model)
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=False)
-        weights = {rank: (rank + 1) * (step != 1 or rank == 0) for rank in (0, 1)}
-        for rank in side.mine:
-            if side.is_wrapped and not weights[rank]:
-                optimizer.skip()
-                continue
-            for micro in range(2):
-                loss = loss_on(model, rank, 10 * step + micro)
-                if side.is_wrapped:
-                    optimizer.weigh(weights[rank])
-                    with nullcontext() if micro else optimizer.no_sync():
-                        loss.backward()
-                else:
-                    (loss * weights[rank] / sum(weights.values()) / 2).backward()
-        optimizer.step()
-    return values(model)
-
-
 _SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {
     **scripts.ON_DEVICES,
     "two models": (_two_models, (), 1e-9),
     "two models, one on the CPU": (_two_models, (), 1e-9),
     "strided gradients, fp16": (_strided_gradients, (), 1e-12),
-    "weighed": (_weighed, (), 1e-9),
 }
 
 
@@ -274,7 +250,7 @@ def test_the_same_bits_as_on_the_cpu_without_waiting(rank: int) -> str:
             loss_on(model, rank, step).backward()
             optimizer.step()
             if accelerator is not None:
-                assert accelerator.calls["synchronize"] == 0 or step < 2, "the plan is settled"
+                assert step < 2 or accelerator.calls["synchronize"] == 0, "the plan is settled"
                 accelerator.calls.clear()
         optimizer.close()
         return digest(model.parameters())
@@ -283,19 +259,6 @@ def test_the_same_bits_as_on_the_cpu_without_waiting(rank: int) -> str:
     with device() as accelerator:
         assert train(accelerator) == on_cpu
     return on_cpu
-
-
-@scenario()
-def test_parameters_of_several_dtypes(rank: int) -> str:
-    with device():
-        local, gradients, trained = scripts.mixed(rank, 2, {"bucket_mb": _SMALL_MB, "compression": "fp16"})
-    own = [gradient.double() / 2 for gradient in local]
-    for gradient, mine, parts in zip(
-        gradients, local, zip(*torchring.all_gather_object(own), strict=True), strict=True
-    ):
-        assert gradient.dtype == mine.dtype
-        torch.testing.assert_close(gradient.double(), torch.stack(parts).sum(0), rtol=1e-2, atol=1e-3)
-    return str(trained)
 
 
 @scenario(["direct", "native"])
@@ -521,7 +484,7 @@ def test_what_the_host_looks_at_comes_late_and_is_right(rank: int) -> Any:
     with device() as accelerator, logged() as lines:
         model = nn.Linear(4, 2)
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model, noise_scale=True)
-        for step in range(150):
+        for step in range(60):
             optimizer.zero_grad()
             inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step if step < 20 else rank))
             model(inputs).square().mean().backward()
@@ -557,11 +520,11 @@ def test_capture_into_a_graph_is_refused(rank: int) -> str:
 
 @scenario()
 def test_another_default_device(rank: int) -> str:
-    """On which nothing could be computed."""
+    """On which nothing could be computed. A profiler shows what is done."""
     model, x = _model_of_singles(), torch.ones(1, 8)
     torch.set_default_device("meta")
     try:
-        with device():
+        with device(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, compression="fp16")
             for _ in range(3):
                 optimizer.zero_grad()
@@ -569,6 +532,8 @@ def test_another_default_device(rank: int) -> str:
                 optimizer.step()
     finally:
         torch.set_default_device(None)
+    shown = " ".join(event.name for event in profile.events() or ())
+    assert all(f"torchring.{what} bucket 0" in shown for what in ("pack", "direct", "unpack"))
     return digest(model.parameters())
 
 

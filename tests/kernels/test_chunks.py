@@ -29,15 +29,6 @@ def test_every_element_belongs_to_exactly_one_chunk() -> None:
         assert counts.tolist() == [1] * numel
 
 
-def test_columns_hold_64_bits() -> None:
-    numels, offsets = [2**31 + 5, 7], [0, 2**31 + 16]
-    table = table_of(numels, offsets)
-    assert table.num_chunks == 2**31 // 4096 + 2
-    assert table.source_offset[-2].item() == 2**31
-    assert table.wire_offset[-1].item() == 2**31 + 16
-    assert table.numel[-2:].tolist() == [5, 7]
-
-
 def test_addresses_are_sent_only_when_one_changed() -> None:
     """To another dtype at the same address belong other places of the second chunk."""
     table, memory = table_of([5000, 4], [0, 5008]), torch.zeros(5000)
@@ -107,19 +98,6 @@ def test_a_prepared_launch_is_for_one_dtype() -> None:
         table.launch_at([tensor.half()], F32, lambda: launched.append([]))
     table_of([0], [0]).launch_at([torch.zeros(0)], F32, lambda: launched.append([]))
     assert launched == [[tensor.data_ptr()]]
-
-
-@pytest.mark.gpu
-def test_refresh_on_cuda_does_not_synchronise() -> None:
-    table = table_of([4096, 5], [0, 4096], "cuda")
-    sets = [[torch.zeros(n, device="cuda") for n in (4096, 5)] for _ in range(2)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for tensors in sets:
-            table.point_at(tensors)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert table.address.tolist() == [tensor.data_ptr() for tensor in sets[1]]
 
 
 def test_a_device_gets_its_columns_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
