@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -58,18 +58,9 @@ class _Ranks:
             torch.tensor([each.data_ptr() for each in own], device="cuda") for own in (wires, self._pads)
         )
         bounds = slice_bounds(numel, size, 4) if sums else [(0, 0)] * size
+        of_all: Any = {"num_ranks": size, "abort": self.abort, "max_blocks": blocks}
         self.launches = [
-            prepare_direct(
-                addresses,
-                signals,
-                wire,
-                rank=rank,
-                num_ranks=size,
-                begin=begin,
-                end=end,
-                abort=self.abort,
-                max_blocks=blocks,
-            )
+            prepare_direct(addresses, signals, wire, rank=rank, begin=begin, end=end, **of_all)
             for rank, (wire, (begin, end)) in enumerate(zip(wires, bounds, strict=True))
             if wire.is_cuda
         ]

@@ -30,7 +30,7 @@ from torchring.devices import cuda, nccl, symmetric_memory, watchdog
 from torchring.devices.agreement import DeviceAgreement, _first_finding
 from torchring.devices.cuda import CudaAccelerator, CudaMark, CudaStream, span
 from torchring.devices.engines import DeviceWire, Engine
-from torchring.devices.handover import describe_handover, why_no_handover
+from torchring.devices.handover import describe_handover
 from torchring.devices.opening import open_on_device
 from torchring.devices.packing import slots_of
 from torchring.devices.stream import Dated, OnStream
@@ -424,9 +424,11 @@ def test_a_device_that_does_not_come_to_an_end_is_late(accelerator: FakeAccelera
 _HERE = {"processes": "pid:[1]", "folder": "1:2", "trouble": ""}
 
 
-def _card(device: str, *unreachable: str, **other: Any) -> dict[str, Any]:
-    usual = {"is_part": False, "overlaps": False, "handover": _HERE}
-    return {"device": device, "unreachable": list(unreachable), **usual, **other}
+def _card(
+    device: str, *unreachable: str, is_part: bool = False, overlaps: bool = False, **other: str
+) -> dict[str, Any]:
+    about = {"is_part": is_part, "overlaps": overlaps, "handover": {**_HERE, **other}}
+    return {"device": device, "unreachable": list(unreachable), **about}
 
 
 _SAME = "ranks 2 and 5 use the same GPU; give each rank its own (model.to(torchring.device())), or set TORCH_SYMM_MEM_"
@@ -444,9 +446,11 @@ _SAME = "ranks 2 and 5 use the same GPU; give each rank its own (model.to(torchr
         # MIG: CUDA shows each process one part.
         ({0: _card("a"), 3: _card("b", is_part=True)}, "rank 3 uses a part of a GPU (MIG), which does not reach the"),
         ({r: _card("a", is_part=True, overlaps=True) for r in (2, 5)}, ""),
+        ({2: _card("a"), 3: _card("b", processes="pid:[9]")}, "ranks 2 and 3 are in different PID namespaces"),
+        ({2: _card("a"), 3: _card("b", folder="1:3")}, "ranks 2 and 3 have different folders for temporary files"),
         (
-            {2: _card("a"), 3: _card("b", handover={**_HERE, "processes": "pid:[9]"})},
-            "ranks 2 and 3 are in different PID namespaces",
+            {2: _card("a"), 3: _card("b", trouble="too long")},
+            "rank 3 has no folder for PyTorch's sockets: too long; set",
         ),
     ],
 )
@@ -454,20 +458,6 @@ def test_why_ranks_cannot_share_memory(cards: dict[int, dict[str, Any]], problem
     found = find_problem(cards)
     assert found.startswith(problem)
     assert bool(found) == bool(problem)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "said"),
-    [
-        ({}, ""),
-        ({"folder": "1:3"}, "ranks 4 and 6 have different folders for temporary files"),
-        ({"trouble": "too long", "folder": ""}, "rank 6 has no folder for PyTorch's sockets: too long; set TMPDIR"),
-    ],
-)
-def test_ranks_that_cannot_hand_each_other_memory(theirs: dict[str, str], said: str) -> None:
-    found = why_no_handover({4: _HERE, 5: _HERE, 6: {**_HERE, **theirs}})
-    assert found.startswith(said)
-    assert bool(found) == bool(said)
 
 
 def test_where_pytorch_puts_its_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,11 +482,11 @@ class _Allocations:
     def __init__(self) -> None:
         self.is_full = threading.local()  # the GPU of this thread's rank
         self.num_meetings = 0
-        self.environment: dict[str, str] = {}
+        self.settings: set[str] = set()
 
     def empty_strided_p2p(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self.environment = {name: value for name, value in os.environ.items() if name.startswith("TORCH_SYMM_MEM")}
-        if getattr(self.is_full, "now", False):
+        self.settings |= {name for name in os.environ if name.startswith("TORCH_SYMM_MEM")}
+        if self.is_full.now:
             raise torch.OutOfMemoryError("CUDA driver error: out of memory")
         return torch.ones(size, dtype=dtype)
 
@@ -508,30 +498,19 @@ class _Allocations:
         return torch.full(sizes, 10 + rank, dtype=dtype)
 
 
-@pytest.fixture
-def allocations(monkeypatch: pytest.MonkeyPatch) -> _Allocations:
+def test_memory_that_one_rank_lacks_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would wait for that rank in symmetric memory. GPUs may be isolated, and multicast is not set up."""
     from torch._C import _distributed_c10d as c10d
 
-    allocations = _Allocations()
+    allocations, store = _Allocations(), dist.HashStore()
     monkeypatch.setattr(c10d, "_SymmetricMemory", allocations)
     monkeypatch.setattr(symmetric_memory, "register_group", mock.Mock())
     for name in ("device", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
-    return allocations
-
-
-def _cuda_group(store: dist.Store, index: int, size: int, *, is_isolated: bool = False) -> CudaGroup:
-    """Its rank `index`, a thread of this process."""
-    host: Any = SimpleNamespace(ranks=tuple(range(size)), index=index)
-    return CudaGroup(host, Rendezvous(store, index, size, 10.0), CPU, "x", 132, is_isolated=is_isolated)
-
-
-def test_memory_that_one_rank_lacks_is_refused_on_all(allocations: _Allocations) -> None:
-    """The others would wait for that rank in symmetric memory."""
-    store = dist.HashStore()
 
     def allocate(rank: int) -> list[str]:
-        group, found = _cuda_group(store, rank, 2), []
+        host: Any = SimpleNamespace(ranks=(0, 1), index=rank)
+        group, found = CudaGroup(host, Rendezvous(store, rank, 2, 10.0), CPU, "x", 132, is_isolated=True), []
         for is_full in (False, True, False):
             allocations.is_full.now = is_full and rank == 1
             try:
@@ -546,16 +525,8 @@ def test_memory_that_one_rank_lacks_is_refused_on_all(allocations: _Allocations)
     assert first == ["11", refused, "11"]
     assert second == ["10", refused, "10"]
     assert allocations.num_meetings == 4, "nobody waits where somebody has nothing to show"
-
-
-@pytest.mark.parametrize(
-    ("is_isolated", "names"),
-    [(False, ["DISABLE_MULTICAST"]), (True, ["DISABLE_MULTICAST", "ALLOW_OVERLAPPING_DEVICES"])],
-)
-def test_multicast_is_not_set_up(is_isolated: bool, names: list[str], allocations: _Allocations) -> None:
-    _cuda_group(dist.HashStore(), 0, 1, is_isolated=is_isolated).allocate(16)
-    assert allocations.environment == {f"TORCH_SYMM_MEM_{name}": "1" for name in names}
-    assert not any(name.startswith("TORCH_SYMM_MEM") for name in os.environ)
+    assert allocations.settings == {symmetric_memory.NO_MULTICAST, symmetric_memory.OVERLAPPING_DEVICES}
+    assert not any(name in os.environ for name in allocations.settings)
 
 
 def test_the_smallest_gpu_and_ranks_that_share_one_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,7 +536,7 @@ def test_the_smallest_gpu_and_ranks_that_share_one_count(monkeypatch: pytest.Mon
     monkeypatch.setattr(symmetric_memory, "CudaGroup", groups)
     monkeypatch.setattr(symmetric_memory, "_unreachable", lambda device: [])
     monkeypatch.setattr(symmetric_memory, "describe_handover", lambda: _HERE)
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    monkeypatch.setenv(symmetric_memory.OVERLAPPING_DEVICES, "1")
     store = dist.HashStore()
     here = threading.local()
 
@@ -582,7 +553,7 @@ def test_the_smallest_gpu_and_ranks_that_share_one_count(monkeypatch: pytest.Mon
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(share, range(3)))
-    assert [call.args[-1] for call in groups.call_args_list] == [30] * 3
+    assert [(call.args[-1], call.kwargs) for call in groups.call_args_list] == [(30, {"is_isolated": True})] * 3
 
 
 def test_exchanges_of_a_group_are_counted_by_the_group() -> None:

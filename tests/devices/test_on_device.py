@@ -50,6 +50,7 @@ from torchring.gradients import views
 from torchring.gradients.group import OptimizerGroup
 from torchring.horovod.context import engine
 from torchring.memory import host as host_module
+from torchring.participants import noise
 
 _SMALL_MB = 400 / 2**20  # two or three buckets of the models here
 _SHAPES = ((), (7,), (0, 3), (40, 3), (2, 3, 2, 2), (65,))
@@ -481,7 +482,7 @@ def test_a_step_that_torchring_leaves_out(rank: int) -> str:
 @scenario()
 def test_what_the_host_looks_at_comes_late_and_is_right(rank: int) -> Any:
     """Equal batches on all ranks, and a noise scale from gradients that never change."""
-    with device() as accelerator, logged() as lines:
+    with device() as accelerator, logged() as lines, mock.patch.object(noise, "_LEAST_SAMPLES", 2):
         model = nn.Linear(4, 2)
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model, noise_scale=True)
         for step in range(60):

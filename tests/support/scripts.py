@@ -125,80 +125,70 @@ def summed(side: Side, compression: str | None) -> Sequence[Any]:
     return values(model)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
+class Computes(nn.Module):
+    """Parameters and layers by name, and what is computed with them."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Tensor], **own: nn.Module | nn.Parameter) -> None:
         super().__init__()
-        torch.manual_seed(5)
-        self.embedding = nn.Embedding(7, 4)
-        self.mix = nn.Linear(4, 4)
-        self.out = nn.Linear(4, 7, bias=False)
-        self.out.weight = self.embedding.weight
-        self.double()
+        self.compute = compute
+        for name, each in own.items():
+            setattr(self, name, each)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.mix(self.embedding((x[:, 0].abs() * 3).long() % 7))))
+        return self.compute(self, x)
 
 
-class Odd(nn.Module):
-    """A number, nothing, a transposed and an expanded-then-copied matrix."""
+def _tied() -> nn.Module:
+    def compute(it: Any, x: Tensor) -> Tensor:
+        return it.out(torch.tanh(it.mix(it.words((x[:, 0].abs() * 3).long() % 7))))
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.transposed = nn.Parameter(torch.randn(3, 4).t())
-        self.gappy = nn.Parameter(torch.randn(8, 6)[::2, ::3])
-        self.one = nn.Parameter(torch.randn(1, 1, 1))
-        self.double()
-        self.gappy.data = torch.randn(8, 6).double()[::2, ::3]
-        self.transposed.data = torch.randn(3, 4).double().t()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.transposed).sum(1, keepdim=True) * self.scale + x @ self.gappy * self.one + self.nothing.sum()
+    words, out = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    out.weight = words.weight
+    return Computes(compute, words=words, mix=nn.Linear(4, 4), out=out).double()
 
 
-class Images(nn.Module):
-    def __init__(self, channels_last: bool) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.first = nn.Conv2d(3, 5, 3, padding=1)
-        self.second = nn.Conv2d(5, 4, 2)
-        self.double()
-        self.format = torch.channels_last if channels_last else torch.contiguous_format
-        self.to(memory_format=self.format)
+def _odd() -> nn.Module:
+    def compute(it: Any, x: Tensor) -> Tensor:
+        return (x @ it.transposed).sum(1, keepdim=True) * it.scale + x @ it.gappy * it.one + it.nothing.sum()
 
-    def forward(self, x: Tensor) -> Tensor:
-        images = x[:, :3, None, None].expand(-1, -1, 4, 4).contiguous(memory_format=self.format)
-        return self.second(torch.tanh(self.first(images))).sum((2, 3))
+    tensors = {"scale": torch.tensor(1.5), "nothing": torch.empty(0, 3), "one": torch.randn(1, 1, 1)}
+    strided = {"transposed": torch.randn(3, 4).double().t(), "gappy": torch.randn(8, 6).double()[::2, ::3]}
+    return Computes(compute, **{name: nn.Parameter(each.double()) for name, each in (tensors | strided).items()})
 
 
-class Complex(nn.Module):
+def _images(memory_format: torch.memory_format) -> nn.Module:
+    def compute(it: Any, x: Tensor) -> Tensor:
+        images = x[:, :3, None, None].expand(-1, -1, 4, 4).contiguous(memory_format=memory_format)
+        return it.second(torch.tanh(it.first(images))).sum((2, 3))
+
+    layers = {"first": nn.Conv2d(3, 5, 3, padding=1), "second": nn.Conv2d(5, 4, 2)}
+    return Computes(compute, **layers).double().to(memory_format=memory_format)
+
+
+def _complex() -> nn.Module:
     """Complex parameters, one of which gets the conjugate of a tensor as its gradient, and quantised weights."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.rotation = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128).t().contiguous().t())
-        self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex128))
-        self.offset = nn.Parameter(torch.randn(3, dtype=torch.float64))
-        self.quantised = nn.Parameter(torch.tensor([3, -2, 1], dtype=torch.int8), requires_grad=False)
+    def compute(it: Any, x: Tensor) -> Tensor:
+        turned = (x.to(torch.complex128) @ it.rotation).conj() * it.phase
+        return turned.abs() * it.quantised.double() + it.offset
 
-    def forward(self, x: Tensor) -> Tensor:
-        turned = (x.to(torch.complex128) @ self.rotation).conj() * self.phase
-        return turned.abs() * self.quantised.double() + self.offset
+    draw = partial(torch.randn, dtype=torch.complex128)
+    tensors = {"rotation": draw(4, 3).t().contiguous().t(), "phase": draw(3), "offset": torch.randn(3).double()}
+    quantised = nn.Parameter(torch.tensor([3, -2, 1], dtype=torch.int8), requires_grad=False)
+    return Computes(compute, quantised=quantised, **{name: nn.Parameter(each) for name, each in tensors.items()})
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "tied": Tied,
-    "number, empty, strided": Odd,
-    "convolution": lambda: Images(False),
-    "channels_last": lambda: Images(True),
-    "complex, quantised": Complex,
+    "tied": _tied,
+    "number, empty, strided": _odd,
+    "convolution": lambda: _images(torch.contiguous_format),
+    "channels_last": lambda: _images(torch.channels_last),
+    "complex, quantised": _complex,
 }
 
 
 def of_kind(side: Side, kind: str, options: dict[str, Any]) -> Sequence[Any]:
+    torch.manual_seed(5)
     model = KINDS[kind]()
     strides = [p.stride() for p in model.parameters()]
     optimizer = side.wrap(torch.optim.Adam(model.parameters(), lr=0.01), model, **options)
