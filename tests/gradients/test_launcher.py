@@ -264,8 +264,10 @@ def test_an_observer_hears_what_happens_to_each_bucket() -> None:
         *((1, event) for event in of_bucket),
     ]
     seen.clear()
+    rank.launcher.fill_rest()
     finish(rank)
     assert seen[:2] == [(-1, OVER), (2, READY)]
+    assert seen.count((-1, OVER)) == 1
     assert [*dict.fromkeys(event for index, event in seen if index == 2)] == of_bucket
 
 
@@ -278,10 +280,9 @@ def test_time_in_which_a_thread_reduces_is_busy_and_not_exposed(in_background: b
     rank.begin(events=lambda *event: heard.append(event))
     give_all(rank)
     in_launches = rank.launcher.reduction.exposed_seconds
-    assert in_launches > 0.0
     finish(rank)
     current = rank.launcher.reduction
-    assert current.exposed_seconds > in_launches
+    assert 0.0 < in_launches < current.exposed_seconds < 60.0
     assert current.busy_seconds == (3.5 if in_background else current.exposed_seconds)
     spans = [event for event in heard if event[2]]
     assert (
