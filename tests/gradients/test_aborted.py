@@ -20,34 +20,29 @@ from torchring.errors import GradientError, RingError
 from torchring.gradients.views import CAN_SWAP
 from torchring.memory import host as host_module
 
-_HOSTS = {"one": (0, 0, 0), "2": (0, 1), "2+1": (0, 0, 1), "2x2": (0, 0, 1, 1)}
-_CASES = [
-    ("one", "direct", "auto"), ("2", "native", "auto"), ("2x2", "hierarchical", "auto"),
-]  # fmt: skip
-
-# Memory of one host and a transport between hosts.
-in_two_cases = pytest.mark.parametrize(
-    ("hosts", "algorithm", "overlap"),
-    [pytest.param(*case, marks=[] if case[0] in ("one", "2x2") else pytest.mark.grid) for case in _CASES],
-    ids=[" ".join(case) for case in _CASES],
-)
-in_every_case = pytest.mark.parametrize(
-    ("hosts", "algorithm", "overlap"), _CASES, ids=[" ".join(case) for case in _CASES]
-)
+# Memory of one host, a transport, and both: the algorithm, and the host of each rank.
+_HOSTS = {"one": ("direct", (0, 0, 0)), "2": ("native", (0, 1)), "2x2": ("hierarchical", (0, 0, 1, 1))}
+_on_all_hosts = pytest.mark.parametrize("hosts", _HOSTS)
+_on_two_of_them = pytest.mark.parametrize("hosts", ["one", "2x2"])
 _NUM_PARAMETERS = 8
+
+
+def _run(function: Callable[..., Any], hosts: str, *args: Any) -> list[Any]:
+    """What function(rank, size, hosts, *args) gives on each rank."""
+    return run_ranks(function, len(_HOSTS[hosts][1]), hosts, *args)
 
 
 class _Rank:
     """A model of eight buckets; a step's gradients are the sum over ranks of what each multiplies it with."""
 
-    def __init__(self, rank: int, hosts: str, algorithm: str, overlap: str, *, compression: str | None = None) -> None:
-        host_module._host_identity = lambda: f"host {_HOSTS[hosts][rank]}"
+    def __init__(self, rank: int, hosts: str, compression: str | None = None) -> None:
+        algorithm, host_of = _HOSTS[hosts]
+        host_module._host_identity = lambda: f"host {host_of[rank]}"
         torchring.init(timeout_seconds=30.0)
         parameters = [torch.nn.Parameter(torch.ones(1 << 16)) for _ in range(_NUM_PARAMETERS)]
         self.model = torch.nn.ParameterList(parameters)
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        options: dict[str, Any] = {"op": "sum", "algorithm": algorithm, "overlap": overlap, "bucket_mb": 0.2}
-        options["compression"] = compression
+        options: dict[str, Any] = {"op": "sum", "algorithm": algorithm, "bucket_mb": 0.2, "compression": compression}
         self.optimizer = torchring.wrap(sgd, self.model, **options)
         self.num_hooks = 0
 
@@ -95,8 +90,8 @@ def _stay_until_all_are_done(rank: int, size: int, folder: Path) -> None:
     wait_until(lambda: all(file.exists() for file in done), "all ranks to be done", seconds=20.0)
 
 
-def _raise_on_one(rank: int, size: int, hosts: str, algorithm: str, overlap: str, folder: Path) -> Any:
-    here = _Rank(rank, hosts, algorithm, overlap)
+def _raise_on_one(rank: int, size: int, hosts: str, folder: Path) -> Any:
+    here = _Rank(rank, hosts)
     assert here.step() == here.step() == [float(size)]
     if rank == 1:  # another size, behind the back of everybody: this rank alone cannot go on
         first = next(iter(here.model.parameters()))
@@ -107,11 +102,9 @@ def _raise_on_one(rank: int, size: int, hosts: str, algorithm: str, overlap: str
     return failed, again
 
 
-@in_every_case
-def test_an_error_of_one_rank_alone_is_told_on_all_hosts(
-    hosts: str, algorithm: str, overlap: str, tmp_path: Path
-) -> None:
-    results = run_ranks(_raise_on_one, len(_HOSTS[hosts]), hosts, algorithm, overlap, tmp_path)
+@_on_all_hosts
+def test_an_error_of_one_rank_alone_is_told_on_all_hosts(hosts: str, tmp_path: Path) -> None:
+    results = _run(_raise_on_one, hosts, tmp_path)
     for rank, (((kind, text), seconds), (again, _)) in enumerate(results):
         assert seconds < patient(3.0), (rank, kind, text)  # the time-out is 30
         if rank == 1:
@@ -122,8 +115,8 @@ def test_an_error_of_one_rank_alone_is_told_on_all_hosts(
         assert again[0] in ("GradientError", "RingError", "PeerLostError"), again
 
 
-def _interrupt(rank: int, size: int, hosts: str, algorithm: str, overlap: str, folder: Path) -> Any:
-    here = _Rank(rank, hosts, algorithm, overlap)
+def _interrupt(rank: int, size: int, hosts: str, folder: Path) -> Any:
+    here = _Rank(rank, hosts)
     assert here.step() == here.step() == [float(size)]
     if rank:
         wait_until((folder / "interrupted").exists, "rank 0 to be interrupted")
@@ -135,17 +128,15 @@ def _interrupt(rank: int, size: int, hosts: str, algorithm: str, overlap: str, f
             raise KeyboardInterrupt
 
         signal.signal(signal.SIGALRM, control_c)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)  # while it waits for the others
+        here.at_hook(_NUM_PARAMETERS, lambda: signal.setitimer(signal.ITIMER_REAL, 0.2))  # it waits for the others
         results = [here.attempt(1.0), here.attempt(10.0)]
     _stay_until_all_are_done(rank, size, folder)
     return results
 
 
-@in_two_cases
-def test_after_control_c_nobody_trains_on_what_it_left(
-    hosts: str, algorithm: str, overlap: str, tmp_path: Path
-) -> None:
-    first, *others = run_ranks(_interrupt, len(_HOSTS[hosts]), hosts, algorithm, overlap, tmp_path)
+@_on_two_of_them
+def test_after_control_c_nobody_trains_on_what_it_left(hosts: str, tmp_path: Path) -> None:
+    first, *others = _run(_interrupt, hosts, tmp_path)
     (interrupted, _), (next_step, _) = first
     assert interrupted[0] == "KeyboardInterrupt"
     assert next_step[0] == "GradientError"
@@ -156,8 +147,8 @@ def test_after_control_c_nobody_trains_on_what_it_left(
         assert seconds < patient(5.0), text
 
 
-def _raise_after_the_last_bucket(rank: int, size: int, hosts: str, algorithm: str, overlap: str) -> Any:
-    here = _Rank(rank, hosts, algorithm, overlap)
+def _raise_after_the_last_bucket(rank: int, size: int, hosts: str) -> Any:
+    here = _Rank(rank, hosts)
 
     def oops() -> None:
         raise LookupError("in the script's own hook")
@@ -167,15 +158,12 @@ def _raise_after_the_last_bucket(rank: int, size: int, hosts: str, algorithm: st
     return [here.attempt(rank + 1.0) for _ in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("hosts", "algorithm", "overlap"),
-    [("one", "direct", "inline"), ("2", "native", "auto"), ("2x2", "hierarchical", "auto")],
-)
-def test_a_first_reduction_aborted_after_its_last_bucket(hosts: str, algorithm: str, overlap: str) -> None:
+@_on_all_hosts
+def test_a_first_reduction_aborted_after_its_last_bucket(hosts: str) -> None:
     """The peers have all gradients, and look for what only this rank can tell: an error soon, and no wrong gradient."""
-    size = len(_HOSTS[hosts])
+    size = len(_HOSTS[hosts][1])
     total = float(sum(range(1, size + 1)))
-    for rank, attempts in enumerate(run_ranks(_raise_after_the_last_bucket, size, hosts, algorithm, overlap)):
+    for rank, attempts in enumerate(_run(_raise_after_the_last_bucket, hosts)):
         if rank == 1:
             assert attempts[0][0] == ("LookupError", "in the script's own hook")
         for result, seconds in attempts:
@@ -184,10 +172,10 @@ def test_a_first_reduction_aborted_after_its_last_bucket(hosts: str, algorithm: 
 
 
 def _go_on_without_zero_grad(
-    rank: int, size: int, hosts: str, algorithm: str, overlap: str, compression: str | None
+    rank: int, size: int, hosts: str, compression: str | None
 ) -> tuple[list[str], list[list[float]]]:
     """All ranks break a backward off late. What each way to go on says then, and the gradients once it is allowed."""
-    here = _Rank(rank, hosts, algorithm, overlap, compression=compression)
+    here = _Rank(rank, hosts, compression)
     said, gradients = [], [here.step(rank + 1.0), here.step(rank + 1.0)]
 
     def oops() -> None:
@@ -220,15 +208,12 @@ def _go_on_without_zero_grad(
     return said, gradients
 
 
-@in_every_case
-@pytest.mark.parametrize("compression", [None, "fp16"])
-def test_a_gradient_that_was_lost_half_summed_is_not_trained_on(
-    hosts: str, algorithm: str, overlap: str, compression: str | None
-) -> None:
+@pytest.mark.parametrize(("hosts", "compression"), [("one", None), ("2", None), ("2x2", None), ("one", "fp16")])
+def test_a_gradient_that_was_lost_half_summed_is_not_trained_on(hosts: str, compression: str | None) -> None:
     """What had arrived is gone, in part on some ranks, so nothing but zero_grad() leads on."""
-    size = len(_HOSTS[hosts])
+    size = len(_HOSTS[hosts][1])
     total = float(sum(range(1, size + 1)))
-    for said, gradients in run_ranks(_go_on_without_zero_grad, size, hosts, algorithm, overlap, compression):
+    for said, gradients in _run(_go_on_without_zero_grad, hosts, compression):
         if CAN_SWAP and compression is None:
             assert len(said) == 16
             assert all("was lost" in text and "Call optimizer.zero_grad()" in text for text in said), said
@@ -237,8 +222,8 @@ def test_a_gradient_that_was_lost_half_summed_is_not_trained_on(
             assert gradients == [[total], [total], [total, 2 * total]]
 
 
-def _shut_down(rank: int, size: int, hosts: str, algorithm: str, overlap: str, folder: Path) -> Any:
-    here = _Rank(rank, hosts, algorithm, overlap)
+def _shut_down(rank: int, size: int, hosts: str, folder: Path) -> Any:
+    here = _Rank(rank, hosts)
     assert here.step() == here.step() == [float(size)]
     if rank == 0:
         here.at_hook(4, torchring.shutdown)
@@ -247,17 +232,15 @@ def _shut_down(rank: int, size: int, hosts: str, algorithm: str, overlap: str, f
     return result
 
 
-@in_two_cases
-def test_shutdown_inside_backward_keeps_nobody_waiting(
-    hosts: str, algorithm: str, overlap: str, tmp_path: Path
-) -> None:
-    for result, seconds in run_ranks(_shut_down, len(_HOSTS[hosts]), hosts, algorithm, overlap, tmp_path):
+@_on_two_of_them
+def test_shutdown_inside_backward_keeps_nobody_waiting(hosts: str, tmp_path: Path) -> None:
+    for result, seconds in _run(_shut_down, hosts, tmp_path):
         assert seconds < patient(10.0), result
-        assert isinstance(result, tuple) or result == [float(len(_HOSTS[hosts]))]  # had all that it needed
+        assert isinstance(result, tuple) or result == [float(len(_HOSTS[hosts][1]))]  # had all that it needed
 
 
-def _fork_and_interfere(rank: int, size: int, hosts: str, algorithm: str, overlap: str) -> Any:
-    here = _Rank(rank, hosts, algorithm, overlap)
+def _fork_and_interfere(rank: int, size: int, hosts: str) -> Any:
+    here = _Rank(rank, hosts)
     assert here.step() == [float(size)]
     report, end = os.pipe()
     child = os.fork()
@@ -309,10 +292,10 @@ def _interfere(here: _Rank) -> list[Any]:
     return said
 
 
-@in_two_cases
-def test_a_forked_child_can_do_nothing_to_its_parent(hosts: str, algorithm: str, overlap: str) -> None:
-    size = len(_HOSTS[hosts])
-    results = run_ranks(_fork_and_interfere, size, hosts, algorithm, overlap)
+@_on_two_of_them
+def test_a_forked_child_can_do_nothing_to_its_parent(hosts: str) -> None:
+    size = len(_HOSTS[hosts][1])
+    results = _run(_fork_and_interfere, hosts)
     for rank, (said, *ours) in enumerate(results):
         assert ours == [[float(size)], [float(size)], [2.0 * size]]
         assert said[:2] == [[float(size)], [5.0]]  # what the parent had; what it did by itself
