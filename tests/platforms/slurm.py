@@ -1,19 +1,11 @@
-"""A small Slurm cluster: a login node with slurmctld and munged, and nodes with a slurmd each. All of them are real.
+"""A small Slurm cluster, all of it real: a login node with slurmctld and munged, and two nodes with a slurmd each.
 
     with Cluster() as cluster:
         job = cluster.submit("train.sbatch", folder=folder)
         assert cluster.wait(job) == "COMPLETED", cluster.output(job)
 
-    login  10.77.0.1    slurmctld, munged, and what `run`, `start` and `submit` start
-    node1  10.77.0.2    slurmd
-    node2  10.77.0.3    slurmd
-
-A node is a host of a `torchring.bench.netns.Network`, with a host name of its own, which all nodes know. Nodes share
-the processor and the files of this machine. Slurm gives out NUM_CPUS cores of each node, whatever the machine has, and
-binds no process to them. All daemons, and all that they start, run on the network's hosts: when the network goes, it
-kills them, also after a failure. If the tests are killed, the next network on this machine does it.
-
-Slurm's own times are short here: nothing waits for minutes that a default has.
+Nodes are hosts of a `torchring.bench.netns.Network`, which kills all that runs there when it goes. They share the
+processor and the files of this machine; Slurm gives out NUM_CPUS cores of each, and binds no process to them.
 """
 
 from __future__ import annotations
@@ -28,25 +20,23 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 from tests.support import commands
 from tests.support.harness import patient
 from tests.support.netns import EXPECT, why_skipped
 from torchring.bench.netns import Network
 
+HOSTS = ["login", "node1", "node2"]
 NUM_CPUS = 8
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "unshare")
 _PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 _POLL_SECONDS = 0.25
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-# A requeued job waits for cred_expire, 120 s by default; 5 is the least that Slurm takes. KillWait: from SIGTERM to
-# SIGKILL, 30 s by default. UnkillableStepTimeout: until a node is given up on which a busy machine has processes left
-# that were killed, 60 s by default. SlurmdTimeout: until a silent node is down, 300 s by default.
+# A requeued job waits for cred_expire, 120 s by default; 5 is the least that Slurm takes. UnkillableStepTimeout: a busy
+# machine takes its time to end processes that were killed.
 _CONF = """\
 ClusterName=torchring
 SlurmctldHost=login
@@ -91,19 +81,10 @@ def _missing() -> str | None:
 
 
 class Cluster:
-    """See above. A context manager: the cluster runs inside it.
+    """Runs inside `with`. `folder` has the logs of the daemons; host 0 of `network` is the login node."""
 
-    Attributes:
-        nodes: names of the nodes that run jobs.
-        folder: for logs of the daemons, and for the output of jobs that are submitted from nowhere else.
-        network: its host 0 is the login node, and the others are the nodes.
-    """
-
-    def __init__(self, num_nodes: int = 2) -> None:
-        self.nodes = [f"node{number}" for number in range(1, num_nodes + 1)]
-        self._hosts = ["login", *self.nodes]
+    def __init__(self) -> None:
         self._daemons: list[subprocess.Popen[bytes]] = []
-        self._outputs: dict[int, Path] = {}  # by job
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Cluster:
@@ -112,7 +93,7 @@ class Cluster:
             stack.enter_context(_no_subreaper())
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchring-slurm-")))
             stack.callback(self._reap)
-            self.network = stack.enter_context(Network(len(self._hosts)))
+            self.network = stack.enter_context(Network(len(HOSTS)))
             self._write_files()
             files = [f"--{kind}-file={self.folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
             self._start_daemon(
@@ -120,71 +101,56 @@ class Cluster:
             )
             self._wait_until((self.folder / "munge.socket").exists, "munged")
             self._start_daemon("login", "slurmctld", "-D", "-i")
-            self.boot(*self.nodes)
+            self.boot(*HOSTS[1:])
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def boot(self, *nodes: str) -> None:
         """Start the slurmd of nodes, and wait until all nodes of the cluster are there."""
         for node in nodes:
             self._start_daemon(node, "slurmd", "-D", "-N", node)
-        self._wait_until(lambda: set(self.run("sinfo", "-hN", "-o", "%T").stdout.split()) == {"idle"}, "the nodes")
+        states = ("sinfo", "-hN", "-o", "%T")
+        self._wait_until(lambda: {*commands.finish(self.start(*states)).stdout.split()} == {"idle"}, "the nodes")
 
-    def start(
-        self, *command: str | Path, env: Mapping[str, str] | None = None, folder: Path | None = None
-    ) -> subprocess.Popen[str]:
+    def start(self, *command: str | Path, folder: Path | None = None) -> subprocess.Popen[str]:
         """A command on the login node, in `folder`, with pipes. `commands.finish` waits for its end."""
-        return commands.start(self._on("login", command), self._environ(env or {}), folder or self.folder)
+        return commands.start(self._on("login", command), self._environ(), folder or self.folder)
 
-    def run(self, *command: str | Path, seconds: float = 60.0, **how: Any) -> subprocess.CompletedProcess[str]:
-        """A command on the login node, to its end. `how`: as for `start`."""
-        return commands.finish(self.start(*command, **how), seconds=seconds)
-
-    def ask(self, *command: str | Path, **how: Any) -> str:
-        """What a command prints that must not fail."""
-        result = self.run(*command, **how)
+    def ask(self, *command: str | Path, folder: Path | None = None) -> str:
+        """What a command on the login node prints, which must not fail."""
+        result = commands.finish(self.start(*command, folder=folder))
         assert result.returncode == 0, result.stderr
         return result.stdout.strip()
 
-    def submit(self, *command: str | Path, **how: Any) -> int:
+    def submit(self, *command: str | Path, folder: Path | None = None) -> int:
         """`sbatch` with these options, a script, and its arguments. Returns the number of the job."""
-        return int(self.ask("sbatch", "--parsable", *command, **how))
+        return int(self.ask("sbatch", "--parsable", *command, folder=folder))
 
     def about(self, job: int) -> dict[str, str]:
         """What Slurm says of a job: JobState, ExitCode, Reason, Restarts, StdOut and so on."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.ask("scontrol", "show", "job", str(job))))
 
-    def wait(self, job: int, *states: str, seconds: float = 60.0) -> str:
-        """Wait until a job is in one of these states, or over. Returns its state."""
-        found = ""
-
-        def is_there() -> bool:
-            nonlocal found
-            found = self.about(job)["JobState"]
-            return found in (*states, *_OVER)
-
-        self._wait_until(is_there, f"job {job}", seconds, lambda: f"it is {found}: {self.output(job)}")
-        return found
+    def wait(self, job: int) -> str:
+        """Wait until a job is over. Returns its state."""
+        self._wait_until(lambda: self.about(job)["JobState"] in _OVER, f"job {job}", job)
+        return self.about(job)["JobState"]
 
     def output(self, job: int) -> str:
         """What a job has printed so far."""
-        if job not in self._outputs:
-            self._outputs[job] = Path(self.about(job)["StdOut"])
-        return self._outputs[job].read_text() if self._outputs[job].exists() else ""
+        file = Path(self.about(job)["StdOut"])
+        return file.read_text() if file.exists() else ""
 
-    def wait_for(self, text: str, job: int, seconds: float = 60.0) -> str:
+    def wait_for(self, text: str, job: int) -> str:
         """Wait until a job has printed this. Returns all that the job has printed."""
-        self._wait_until(lambda: text in self.output(job), f"{text!r}", seconds, lambda: self.output(job))
+        self._wait_until(lambda: text in self.output(job), repr(text), job)
         return self.output(job)
 
     def kill(self, node: str) -> None:
         """Kill all processes of a node at once. Its connections close; its link stays up."""
-        name = self.network.name(self._hosts.index(node))
+        name = self.network.name(HOSTS.index(node))
         for pid in subprocess.check_output(["ip", "netns", "pids", name], text=True).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -192,7 +158,7 @@ class Cluster:
     def _start_daemon(self, host: str, *command: str) -> None:
         with (self.folder / f"{host}.out").open("ab") as output:
             process = subprocess.Popen(
-                self._on(host, command), env=self._environ({}), cwd=self.folder, start_new_session=True,
+                self._on(host, command), env=self._environ(), cwd=self.folder, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             )  # fmt: skip
         self._daemons.append(process)
@@ -201,12 +167,12 @@ class Cluster:
         for daemon in self._daemons:
             daemon.wait()
 
-    def _wait_until(self, condition: Any, what: str, seconds: float = 30.0, more: Any = None) -> None:
-        end = time.monotonic() + patient(seconds)
+    def _wait_until(self, condition: Callable[[], bool], what: str, job: int | None = None) -> None:
+        end = time.monotonic() + patient(60.0)
         while not condition():
             if time.monotonic() > end:
                 logs = [f"{path.name}: {path.read_text()[-2000:]}" for path in self.folder.glob("*.out")]
-                raise AssertionError("\n".join([f"waited {seconds} s for {what}", *([more()] if more else []), *logs]))
+                raise AssertionError("\n".join([f"waited for {what}", self.output(job) if job else "", *logs]))
             time.sleep(_POLL_SECONDS)
 
     def _on(self, host: str, command: Sequence[str | Path]) -> list[str]:
@@ -214,15 +180,15 @@ class Cluster:
         mounts = " && ".join(f"mount --bind {self.folder}/{name} /etc/{name}" for name in ("hosts", "resolv.conf"))
         script = f'hostname {host} && {mounts} && exec "$@"'
         words = ["unshare", "--uts", "sh", "-c", script, "sh", *map(str, command)]
-        return self.network.command(self._hosts.index(host), words)
+        return self.network.command(HOSTS.index(host), words)
 
-    def _environ(self, env: Mapping[str, str]) -> dict[str, str]:
+    def _environ(self) -> dict[str, str]:
         own = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
         path = f"{own.get('PATH', '')}:{_PATH}"
-        return {**own, "PATH": path, "SLURM_CONF": str(self.folder / "slurm.conf"), **env}
+        return {**own, "PATH": path, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def _write_files(self) -> None:
-        places = list(zip(self._hosts, self.network.addresses, strict=True))
+        places = list(zip(HOSTS, self.network.addresses, strict=True))
         nodes = [f"NodeName={name} NodeAddr={address} CPUs={NUM_CPUS} RealMemory=1000" for name, address in places[1:]]
         files = {
             "hosts": "".join(f"{address} {name}\n" for name, address in [("localhost", "127.0.0.1"), *places]),
@@ -234,7 +200,7 @@ class Cluster:
             (self.folder / name).write_text(text)
         (self.folder / "munge.key").touch(0o600)
         (self.folder / "munge.key").write_bytes(secrets.token_bytes(128))
-        for name in ("state", *self.nodes):
+        for name in ("state", *HOSTS[1:]):
             (self.folder / name).mkdir()
 
 

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +33,17 @@ SETTINGS = {
 }
 
 
-def start_ray(folder: str, num_tries: int = 3) -> None:
+def start_ray(folder: str) -> None:
     """Start it again where it gives up after 30 s, as it may on a busy machine."""
     import ray
 
-    for left in reversed(range(num_tries)):
+    size = {"num_cpus": CPUS, "object_store_memory": 80 * 2**20}
+    for is_last in (False, False, True):
         try:
-            ray.init(
-                address="local",
-                num_cpus=CPUS,
-                include_dashboard=False,
-                log_to_driver=False,
-                object_store_memory=80 * 2**20,
-                _temp_dir=folder,
-            )
+            ray.init("local", include_dashboard=False, log_to_driver=False, _temp_dir=folder, **size)
         except Exception:
             ray.shutdown()
-            if not left:
+            if is_last:
                 raise
         else:
             return
@@ -57,7 +51,7 @@ def start_ray(folder: str, num_tries: int = 3) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def logs() -> Iterator[str]:
-    """A Ray of two CPUs for all tests of this file, because it takes seconds to start. The folder of its logs."""
+    """Starts a Ray of two CPUs for all tests of this file. The folder of its logs."""
     import ray
     from ray import cloudpickle
 
@@ -68,9 +62,7 @@ def logs() -> Iterator[str]:
             patch.setenv(name, value)
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS"):
             patch.delenv(name, raising=False)
-        patch.setenv(
-            "TORCHRING_LAUNCHER", "none"
-        )  # of the shell that started the cluster: no rank may train alone for it
+        patch.setenv("TORCHRING_LAUNCHER", "none")  # of the shell that started the cluster: no rank trains alone for it
         start_ray(folder)
         cloudpickle.register_pickle_by_value(sys.modules[__name__])  # else each worker would import pytest and torch
         yield str(Path(folder, "session_latest", "logs"))
@@ -227,13 +219,10 @@ def test_a_worker_of_ray_train_is_killed_and_training_goes_on(tmp_path: Path, mo
 
     monkeypatch.chdir(tmp_path)
     report = 'ray.train.report({"loss": loss.item()}, checkpoint=checkpoint)\n'
-    result = run_page(
-        "## Ray Train",
-        ("    torch.manual_seed(0)\n", f"    before_training({str(tmp_path)!r})\n    torch.manual_seed(0)\n"),
-        (report, f"{report}        after_epoch(epoch)\n"),
-        before_training=before_training,
-        after_epoch=after_epoch,
-    )["result"]
+    seed = "    torch.manual_seed(0)\n"
+    before = (seed, f"    before_training({str(tmp_path)!r})\n{seed}")
+    names = {"before_training": before_training, "after_epoch": after_epoch}
+    result = run_page("## Ray Train", before, (report, f"{report}        after_epoch(epoch)\n"), **names)["result"]
     assert Path("attempts").read_text().split() == ["False", "True"], "the second attempt has a checkpoint"
     with result.checkpoint.as_directory() as folder:
         state = torch.load(Path(folder, "state.pt"), weights_only=True)
@@ -247,10 +236,6 @@ def test_a_worker_of_ray_train_is_killed_and_training_goes_on(tmp_path: Path, mo
 # Bad input
 
 
-def nothing() -> None:
-    pass
-
-
 def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
@@ -258,22 +243,21 @@ def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch: pytest.
 
     run = torchring.ray.run
     lock = threading.Lock()
-    refused: list[tuple[str, Callable[[], Any]]] = [
-        ("num_workers must be 1 or more, got 0", lambda: run(nothing, num_workers=0)),
-        (r"positive amounts, got \{'CPU': 0\}", lambda: run(nothing, num_workers=1, resources={"CPU": 0})),
-        (r"positive amounts, got \{\}", lambda: run(nothing, num_workers=1, resources={})),
+    for text, call in (
+        ("num_workers must be 1 or more, got 0", lambda: run(print, num_workers=0)),
+        (r"positive amounts, got \{'CPU': 0\}", lambda: run(print, num_workers=1, resources={"CPU": 0})),
+        (r"positive amounts, got \{\}", lambda: run(print, num_workers=1, resources={})),
         ("cannot send .*cannot pickle '_thread.lock'.* inside the function", lambda: run(lambda: lock, num_workers=1)),
-    ]
-    for text, call in refused:
+    ):
         with pytest.raises(ValueError, match=text):
             call()
     wait_until(lambda: ray.available_resources().get("CPU") == CPUS, "the resources to be free")
     with pytest.raises(TimeoutError, match=r"num_workers=3 .* within 0.01 s; .* have \{'CPU': 2.0\}, of which"):
-        run(nothing, num_workers=3, start_timeout_seconds=0.01)
+        run(print, num_workers=3, start_timeout_seconds=0.01)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(torchring.TopologyError, match="was called on rank 1 of 2"):
-        run(nothing, num_workers=1)
+        run(print, num_workers=1)
 
 
 def test_what_cannot_be_returned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,10 +308,6 @@ def test_ranks_of_one_node_are_adjacent() -> None:
     from torchring.launch.task import places_of
 
     places = places_of(["a", "b", "a"])
-    assert [bundle for bundle, _ in places] == [0, 2, 1]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    assert [" ".join(environ[name] for name in names) for _, environ in places] == [
-        "0 3 0 2 0",
-        "1 3 1 2 0",
-        "2 3 0 1 1",
-    ]
+    found = [(bundle, "".join(environ[name] for name in names)) for bundle, environ in places]
+    assert found == [(0, "03020"), (2, "13120"), (1, "23011")]

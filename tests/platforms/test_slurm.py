@@ -41,32 +41,32 @@ def cluster() -> Iterator[Cluster]:
 
 
 # Stands in for scikit-learn in the examples: each process would import the real one for seconds.
-SKLEARN = {
-    "datasets": """
+DATASETS = """
 import numpy
 def load_digits(return_X_y):
     labels = numpy.arange(1797) % 10
     random = numpy.random.default_rng(0)
     return random.random((10, 64))[labels] * 12 + random.random((1797, 64)) * 4, labels
-""",
-    "model_selection": """
+"""
+MODEL_SELECTION = """
 def train_test_split(samples, test_size, stratify, random_state):
     return list(samples[360:]), list(samples[:360])
-""",
-}
+"""
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the batch scripts use: the examples, and a virtual environment."""
-    (tmp_path / "sklearn").mkdir()
-    for name, code in SKLEARN.items():
-        (tmp_path / "sklearn" / f"{name}.py").write_text(code)
+    for name, code in (
+        ("sklearn/datasets.py", DATASETS),
+        ("sklearn/model_selection.py", MODEL_SELECTION),
+        (".venv/bin/activate", f"export PATH={Path(sys.executable).parent}:$PATH\n"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(code)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").write_text(f"export PATH={Path(sys.executable).parent}:$PATH\n")
     return tmp_path
 
 
@@ -89,7 +89,8 @@ def test_srun_trains_as_one_process_does_and_says_who_was_killed(cluster: Cluste
     job = cluster.start("srun", "--nodes=2", "--ntasks-per-node=2", sys.executable, "train.py", folder=repository)
     try:
         assert job.stdout is not None
-        ranks = sorted(json.loads(line) for line in itertools.islice(filter(_is_json, job.stdout), 4))
+        lines = (line for line in job.stdout if line.startswith("["))
+        ranks = sorted(json.loads(line) for line in itertools.islice(lines, 4))
         places = [place for _, place, _ in ranks]
         assert places == [[4, 0, 2, "node1"], [4, 1, 2, "node1"], [4, 0, 2, "node2"], [4, 1, 2, "node2"]]
         *_, pid = ranks[3]
@@ -108,13 +109,8 @@ def test_srun_trains_as_one_process_does_and_says_who_was_killed(cluster: Cluste
     alone: dict[str, Any] = {}
     exec(plain, alone)
     first, *others = [torch.load(repository / f"model{rank}.pt") for rank in range(4)]
-    for other in others:
-        torch.testing.assert_close(other, first, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(others, [first] * 3, rtol=0.0, atol=0.0)
     torch.testing.assert_close(first, alone["model"].state_dict(), rtol=0.0, atol=1e-6)
-
-
-def _is_json(line: str) -> bool:
-    return line.startswith("[")
 
 
 def test_the_batch_script_trains(cluster: Cluster, repository: Path) -> None:
@@ -147,7 +143,7 @@ def test_an_elastic_job_goes_on_without_a_node(cluster: Cluster, repository: Pat
     try:
         cluster.wait_for("epoch 3: ", job)  # is over: the job would end when srun gives up a new worker on node2
     finally:
-        cluster.run("scancel", str(job))
+        cluster.ask("scancel", str(job))
         cluster.boot("node2")
     first, second = re.findall(r"generation \d begins, .*", cluster.output(job))
     assert first == "generation 1 begins, 3 workers (node1: 0, 1; node2: 2), because the job starts"
@@ -168,8 +164,8 @@ def test_manifests(cluster: Cluster, tmp_path: Path) -> None:
     cluster.ask("sbatch", "--test-only", tmp_path / "elastic")
     job = cluster.submit(tmp_path / "plain", folder=tmp_path)
     assert cluster.wait(job) == "COMPLETED", cluster.output(job)
-    assert cluster.about(job)["JobName"] == "digits"
-    assert cluster.about(job)["MinMemoryNode"] == "64M"
+    about = cluster.about(job)
+    assert (about["JobName"], about["MinMemoryNode"]) == ("digits", "64M")
     lines = [line for line in cluster.output(job).splitlines() if " of " in line]
     assert sorted(lines) == [f"{rank} of 4, 2 threads, two words" for rank in range(4)]
 
