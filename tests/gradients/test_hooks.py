@@ -122,7 +122,7 @@ WAYS = {"b": lambda _, forward: forward().backward(), "l": _local, "r": _local, 
     ("options", "script", "counts"),
     [
         ({}, "b b z b s", "1 2 2 3 3"),
-        ({"compression": "bf16"}, "b b z b b", "1 2 2 3 4"),
+        ({"compression": "bf16"}, "b b z l b", "1 2 2 2 3"),
         ({"accumulate": 3}, "b b b z b b b", "0 0 1 1 1 1 2"),
         ({}, "l n l b z a f x b", "0 0 0 1 1 2 2 2 3"),
         ({"accumulate": 2}, "b l l b z l b b", "0 0 0 1 1 1 1 2"),
