@@ -27,7 +27,6 @@ from torchring.collectives.operations import combine
 from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world
 from torchring.errors import PeerLostError, PlanMismatchError
-from torchring.horovod.calls import check_apart
 from torchring.horovod.execution import all_reduce_together
 from torchring.memory import host as host_module
 from torchring.memory import semaphore
@@ -132,29 +131,6 @@ def _random(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(30_000, generator=torch.Generator().manual_seed(rank + 1)).to(dtype)
 
 
-def _together(rank: int, size: int) -> None:
-    each = STAGE // 4
-    few: list[tuple[int, ...]] = [(3,), (), (0,), (2, 5), (1, 0, 2), (4, 1)]
-    for shapes in ([], [(0,)], few, [*few, (each // 2 + 1,), (2 * each + 3,), (each,), *few]):
-        parts = [[values(r + size * i, shape, torch.int32) for i, shape in enumerate(shapes)] for r in range(size)]
-        mine = [part.clone() for part in parts[rank]]
-        _all_reduce_together(mine, "max")
-        for i, result in enumerate(mine):
-            assert_bitwise(result, expected_of("max", [of_rank[i] for of_rank in parts]).int(), f"{i} of {shapes}")
-    base = torch.full((6, 8), -5.0)
-    base[:, ::2] = values(rank, (6, 4), torch.float32)
-    parameter = torch.nn.Parameter(_random(rank, torch.float32))
-    version = parameter._version
-    _all_reduce_together([base[:, ::2], values(rank, (4, 3), torch.float32).t(), parameter], "mean")
-    assert bool((base[:, 1::2] == -5.0).all()), "what lies between is not touched"
-    assert size == 1 or parameter._version > version, "autograd has to know that it changed"
-    assert_same_everywhere([base, parameter.detach()])
-
-
-def _all_reduce_together(tensors: list[torch.Tensor], op: str) -> None:
-    collectives_of(default_world()).run("all_reduce", all_reduce_together, tensors, op)
-
-
 def _inputs_with_strides(rank: int, size: int) -> None:
     def part(r: int) -> torch.Tensor:
         return values(r, (6, 8), torch.float32)
@@ -205,6 +181,11 @@ def _inputs_with_strides(rank: int, size: int) -> None:
     graph = parameter * 2
     torchring.all_reduce(graph, "sum")
     assert_bitwise(graph.detach(), total * 2 * size)
+
+    together = [part(rank).t(), part(rank).repeat_interleave(2, 1)[:, ::2]]  # as Horovod's groups
+    collectives_of(default_world()).run("all_reduce", all_reduce_together, together, "sum")
+    assert_bitwise(together[0], total.t())
+    assert_bitwise(together[1], total)
 
     window = torch.arange(5.0) + rank
     torchring.all_reduce(window[2:4], "max")
@@ -364,7 +345,7 @@ def _asynchronous(rank: int, size: int) -> None:
 
 _SCRIPTS = (
     _inputs_with_strides,  # whose collectives are the first of their world
-    _all_reduce, _all_reduce_of_any_size, _together, _broadcast, _broadcast_together, _all_gather, _reduce_scatter,
+    _all_reduce, _all_reduce_of_any_size, _broadcast, _broadcast_together, _all_gather, _reduce_scatter,
     _all_to_all, _barrier, _objects, _asynchronous,
 )  # fmt: skip
 
@@ -515,9 +496,6 @@ _MISMATCHES = [
     ("all_reduce(ones(4))", "all_reduce(ones(4).half())"),
     ("all_reduce(ones(4))", "all_reduce(ones(2, 2))"),
     ("all_reduce(ones(4))", "all_reduce(ones(2**20))"),
-    ("all_reduce(ones(4), 'sum')", "together([ones(2), ones(2)], 'sum')"),
-    ("together([ones(2), ones(2)], 'sum')", "together([ones(3), ones(1)], 'sum')"),
-    ("together([ones(2), ones(2)], 'sum')", "together([], 'sum')"),
     ("all_reduce(ones(4))", "barrier()"),
     ("all_reduce(ones(4))", "all_gather_object('text')"),
     ("barrier()", "all_gather(ones(4))"),
@@ -537,7 +515,7 @@ def _mismatches(rank: int, size: int, pairs: list[tuple[str, str]] = _MISMATCHES
     for pair in pairs:
         print(*pair)  # the last one in the output is the one that failed
         with pytest.raises(PlanMismatchError) as caught:
-            eval(pair[rank == size - 1], {**vars(functions), "ones": torch.ones, "together": _all_reduce_together})
+            eval(pair[rank == size - 1], {**vars(functions), "ones": torch.ones})
         assert caught.value.rank == rank
         assert caught.value.peers in ([(size - 1,)] if rank < size - 1 else [(r,) for r in range(size - 1)])
         _assert_in_step(rank, size)
@@ -564,7 +542,7 @@ def test_the_odd_one_of_three_is_named_by_the_others(
     rank: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     join(rank, shares_memory, monkeypatch, 1.0)
-    _mismatches(rank, 3, [_MISMATCHES[11], ("all_reduce(ones(2**20))", "all_reduce(ones(2**20), 'max')")])
+    _mismatches(rank, 3, [_MISMATCHES[8], ("all_reduce(ones(2**20))", "all_reduce(ones(2**20), 'max')")])
 
 
 # ---- what a caller gets wrong
@@ -621,13 +599,6 @@ def test_wrong_use_is_refused_before_anything_is_sent(
         with pytest.raises(kind, match=said):
             call()
     _assert_in_step(rank, size)
-
-
-def test_tensors_that_share_memory_are_not_reduced_together() -> None:
-    ones = torch.ones(4)
-    with pytest.raises(ValueError, match="memory of their own"):
-        check_apart([ones, torch.ones(2), ones.view(2, 2)])
-    check_apart([ones, torch.empty(0), torch.empty(0)])
 
 
 # ---- lives of worlds

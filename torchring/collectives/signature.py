@@ -52,8 +52,6 @@ def signature_of(
     operation: str, tensors: Sequence[torch.Tensor], detail: str = "", *, any_rows: bool = False
 ) -> Signature:
     """The signature of `operation` on tensors of one dtype. With `any_rows`, dimension 0 may differ between ranks."""
-    if not tensors:
-        return Signature(operation, detail, "no tensors")
     return _signature_of(operation, detail, tensors[0].dtype, tuple(tensor.shape for tensor in tensors), any_rows)
 
 

@@ -113,11 +113,11 @@ def _all_reduce(plane: Plane, tensors: Sequence[torch.Tensor], request: Request)
 def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: str) -> None:
     """Combine tensors over all ranks, in place, by way of one copy of all. This takes one exchange, not one for each.
 
-    tensors: have one dtype, and any shapes, strides and devices. `calls.py` has checked them. May be empty.
+    tensors: have one dtype, and any shapes, strides and devices. `calls.py` has checked them.
     Raises PlanMismatchError if another rank passes other shapes, another dtype or another op.
     """
     parts = [operations.plain(backend, tensor).view(-1) for tensor in tensors]
-    flat = torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.empty(0, device="cpu")
+    flat = torch.cat([part.to(parts[0].device) for part in parts])
     backend.all_reduce(flat, op, signature_of("all_reduce", tensors, operations.DETAILS[op]))
     for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         operations.writable(tensor).copy_(part.view(tensor.shape))
