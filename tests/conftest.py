@@ -9,8 +9,8 @@ import torch
 
 from torchring.gradients.views import CAN_SWAP
 
-# They take longest, so they begin first: at the end of a run with several processes, all have something to do.
-_LONG = ("devices", "kernels", "doctor", "launch", "docs/test_examples", "bench", "transport/test_contract")
+# Folders with long files begin first: at the end of a run with several processes, all have something to do.
+_LONG = ("transport", "launch", "world", "collectives", "doctor", "devices", "kernels", "elastic", "docs/test_examples")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
