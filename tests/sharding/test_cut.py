@@ -67,7 +67,7 @@ def test_the_cost_of_newton_schulz_is_not_the_size() -> None:
 
 
 class _Lamb(torch.optim.Optimizer):
-    """Each parameter's step depends on its own norm."""
+    """Each parameter's step depends on its own norm. `together`: and on what belongs to all of them."""
 
     def __init__(self, params: Any, together: str = "") -> None:
         super().__init__(params, {"lr": 0.1, "estimate": 1.0})
@@ -75,22 +75,17 @@ class _Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        everything = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = (
-            torch.stack([p.grad.norm() for p in everything]).norm()
-            if self.together == "norm"
-            else self.param_groups[0]["estimate"]
-        )
-        for p in everything:
+        group = self.param_groups[0]
+        given = [p for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in given]).norm() if self.together == "norm" else group["estimate"]
+        for p in given:
             state = self.state[p]
             state["moment"] = 0.9 * state.get("moment", 0.0) + p.grad
             p -= 0.1 * state["moment"] * p.norm() / norm
             if self.together == "estimate":
-                self.param_groups[0]["estimate"] += float(p.grad.norm())
-            if self.together == "key":
-                self.state["global"] = 1
+                group["estimate"] += float(p.grad.norm())
         if self.together == "indices":
-            everything[1].zero_()
+            given[1].zero_()
 
 
 def test_kinds() -> None:
@@ -124,7 +119,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(make: Any, reason: str) -
 
 
 def test_state_that_belongs_to_no_parameter_is_refused() -> None:
-    lamb = _Lamb(nn.Linear(6, 4).parameters(), "key")
+    lamb = _Lamb(nn.Linear(6, 4).parameters())
     lamb.state["global"] = {}
     with pytest.raises(ValueError, match="belong to no parameter"):
         kind_of(lamb)
