@@ -62,10 +62,11 @@ def gradients(loss: Callable[[Tensor], Tensor], model: torch.nn.Module, inputs: 
     return total
 
 
-def check_gradients(model: torch.nn.Module, expected: Sequence[Tensor], what: str = "") -> None:
+def check_gradients(model: torch.nn.Module, expected: Sequence[Tensor | None], what: str = "") -> None:
     for (name, parameter), value in zip(model.named_parameters(), expected, strict=True):
-        assert parameter.grad is not None, f"{what} {name} has no gradient"
-        assert_bitwise(parameter.grad, value, f"{what} {name}")
+        assert (parameter.grad is None) is (value is None), f"{what} {name}: {parameter.grad}"
+        if parameter.grad is not None and value is not None:
+            assert_bitwise(parameter.grad, value, f"{what} {name}")
 
 
 def mean_of(
@@ -73,6 +74,12 @@ def mean_of(
 ) -> list[Tensor]:
     inputs = [batch(rank, step) for rank in range(world_size) for step in steps]
     return [total / world_size for total in gradients(loss, model, inputs)]
+
+
+def mean_over_ranks(losses: Sequence[Callable[[Tensor], Tensor]], model: nn.Module, step: int = 0) -> list[Tensor]:
+    """Of one loss for each rank."""
+    per_rank = [gradients(loss, model, [batch(rank, step)]) for rank, loss in enumerate(losses)]
+    return [torch.stack(each).sum(0) / len(losses) for each in zip(*per_rank, strict=True)]
 
 
 def wrapped(model: torch.nn.Module, **options: object) -> DistributedOptimizer:
@@ -195,7 +202,6 @@ def test_large_gradients_are_exact(overlap: str, rank: int, world_size: int) -> 
     seen: list[Tensor | None] = []
     for layer in model:
         layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
-    kept: list[tuple[Tensor, Tensor]] = []
     for step in range(6):
         if step != 4:  # that step's gradients come on top of results
             optimizer.zero_grad(set_to_none=step != 5)
@@ -209,9 +215,6 @@ def test_large_gradients_are_exact(overlap: str, rank: int, world_size: int) -> 
         for value, *each in zip(before, *(gradients(loss, model, [x]) for x in inputs), strict=True):
             value += torch.stack(each).sum(0) / world_size
         check_gradients(model, before, f"step {step}")
-        for tensor, value in kept:  # what a script keeps of an earlier step
-            assert_bitwise(tensor, value)
-        kept = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None] if step < 3 else []
     assert_same_everywhere(p.grad for p in model.parameters())
     model[3].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.mul_(2)))
     optimizer.zero_grad()
@@ -246,17 +249,11 @@ def test_gradients_that_come_in_another_order_in_each_step(op: str, rank: int, w
         optimizer.zero_grad(set_to_none=step % 3 > 0 or op == "sum")
         before = [parameter.grad is not None for parameter in model.parameters()]
         loss(batch(rank, step), step, rank).backward()
-        total = [torch.zeros_like(parameter) for parameter in model.parameters()]
-        for other in range(world_size):
-            its_loss = functools.partial(loss, step=step, of=other)
-            for mine, new in zip(total, gradients(its_loss, model, [batch(other, step)]), strict=True):
-                mine += new if op == "sum" else new / world_size
-        for parameter, value, was_there in zip(model.parameters(), total, before, strict=True):
-            if parameter.grad is None:
-                assert not was_there
-                assert not value.any()
-            else:
-                assert_bitwise(parameter.grad, value)
+        losses = [functools.partial(loss, step=step, of=other) for other in range(world_size)]
+        mean = mean_over_ranks(losses, model, step)
+        of_step = [value * world_size if op == "sum" else value for value in mean]
+        has_grad = [was_there or value.any() for was_there, value in zip(before, of_step, strict=True)]
+        check_gradients(model, [value if has else None for value, has in zip(of_step, has_grad, strict=True)])
         optimizer.step()
     assert optimizer.stats().num_buckets > 2
     assert_same_everywhere(model.parameters())
@@ -507,6 +504,9 @@ class Three(torch.nn.Module):
         super().__init__()
         self.a, self.b, self.c = (torch.nn.Linear(3, n) for n in (2, 3, 4))
 
+    def loss_of(self, use: str) -> Callable[[Tensor], Tensor]:
+        return lambda x: sum((getattr(self, name)(x).sum() for name in use), torch.zeros(()))
+
 
 @pytest.mark.parametrize(("overlap", "algorithm"), [("inline", "direct"), ("thread", "direct"), ("auto", "native")])
 @ranks(2)
@@ -515,16 +515,14 @@ def test_several_optimizers_that_ranks_reach_differently(
 ) -> None:
     """Buckets of all leave during backward."""
     model = Three()
-    parts = dict(model.named_children())
-    optimizers = {name: wrapped(p, bucket_mb=0.0, overlap=overlap, algorithm=algorithm) for name, p in parts.items()}
+    names = [name for name, _ in model.named_parameters()]
+    options = {"bucket_mb": 0.0, "overlap": overlap, "algorithm": algorithm}
+    optimizers = {name: wrapped(part, **options) for name, part in model.named_children()}
 
     def have_left(_: Tensor) -> None:
         """Of each optimizer that the backward under way has reached, which has come to the input."""
         syncs = {name: optimizer._sync for name, optimizer in optimizers.items()}
         left.append({name for name, sync in syncs.items() if sync.in_backward and sync.launcher.reduction.num_launched})
-
-    def loss_of(use: str) -> Callable[[Tensor], Tensor]:
-        return lambda x: sum((parts[name](x).sum() for name in use), torch.zeros(()))
 
     seen = []
     for turn in range(2):
@@ -534,16 +532,11 @@ def test_several_optimizers_that_ranks_reach_differently(
             left: list[set[str]] = []
             x = batch(rank, step).requires_grad_()
             x.register_hook(have_left)
-            loss_of(uses[rank])(x).backward()
+            model.loss_of(uses[rank])(x).backward()
             assert left == [set(uses[rank])], f"reduction {turn}, {what}"
-            per_rank = [gradients(loss_of(uses[r]), model, [batch(r, step)]) for r in range(world_size)]
-            for i, (name, parameter) in enumerate(model.named_parameters()):
-                if not any(name[0] in use for use in uses):
-                    assert parameter.grad is None, f"{what}: {name}"
-                    continue
-                assert parameter.grad is not None, f"{what}: {name}"
-                expected = sum((g[i] for g in per_rank), torch.zeros(())) / world_size
-                assert_bitwise(parameter.grad, expected, f"reduction {turn}, {what}: {name}")
+            mean = zip(names, mean_over_ranks([*map(model.loss_of, uses)], model, step), strict=True)
+            is_used = "".join(uses)
+            check_gradients(model, [value if name[0] in is_used else None for name, value in mean], f"{turn}, {what}")
             for optimizer in optimizers.values():
                 optimizer.step()
             seen.append(digest(model.parameters()))
@@ -570,20 +563,18 @@ def test_a_rank_that_is_ahead_reduces_while_it_waits_to_hear_what_others_have_re
     for step in range(2):
         model.zero_grad()
         x = batch(rank, step).requires_grad_()
-        loss = model.a(x).sum() + model.b(x).sum()
+        loss = model.loss_of("ab")(x)
         if rank == 1:
             loss.register_hook(lambda _: wait_for_peer("packed", lambda reducer: len(reducer.layout.buckets)))
             x.register_hook(lambda _: wait_for_peer("done", lambda reducer: reducer.reduction.num_launched))
         loss.backward()
-    check_gradients(model.b, mean_of(lambda x: model.b(x).sum(), model.b, world_size, [1]))
+    check_gradients(model.b, mean_of(model.loss_of("b"), model.b, world_size, [1]))
 
 
-def _unlike(rank: int, world_size: int, is_aborted: bool) -> list[str]:
-    """Rank 0's backward reaches `a`, that of rank 1 `b`, and a second backward follows. Returns what each has raised.
-
-    Args:
-        is_aborted: rank 1's backward raises when `b` has left. Else it reaches `a`, too, inside no_sync() of `a`.
-    """
+@pytest.mark.parametrize("is_aborted", [False, True])
+@ranks(2)
+def test_what_ranks_do_unlike_each_other_is_told_at_once(is_aborted: bool, rank: int) -> None:
+    """Rank 0 reaches `a`, rank 1 `b`: its backward raises when `b` has left, or reaches `a` inside no_sync(), too."""
     torchring.init(timeout_seconds=20)
     model = Three()
     a, _ = (wrapped(part, bucket_mb=0.0) for part in (model.a, model.b))
@@ -592,30 +583,21 @@ def _unlike(rank: int, world_size: int, is_aborted: bool) -> list[str]:
         model.zero_grad()
         x = batch(rank, step).requires_grad_()
         is_unlike = rank == 1 and step == 0
-        if is_aborted and is_unlike:
+        use = "b" if rank else "a"
+        if is_unlike and is_aborted:
             x.register_hook(lambda _: 1 / 0)
-        loss = (model.b if rank else model.a)(x).sum()
-        if is_unlike and not is_aborted:
-            loss += model.a(x).sum()
-        with a.no_sync() if is_unlike and not is_aborted else contextlib.nullcontext():
+        elif is_unlike:
+            use = "ab"
+        with a.no_sync() if use == "ab" else contextlib.nullcontext():
             started = time.monotonic()
-            outcomes.append(attempt(loss.backward))
+            outcomes.append(attempt(model.loss_of(use)(x).backward))
             assert time.monotonic() - started < patient(3)
-    return outcomes
-
-
-def test_a_backward_that_is_aborted_where_others_reach_another_optimizer_is_told() -> None:
-    told = "a backward was aborted on rank 1 after part of its gradients had left"
-    peer, broken = run_pooled(_unlike, 2, True)
-    assert told in peer[0]
-    assert broken[0].startswith("ZeroDivisionError")
-    assert told in broken[1]
-
-
-def test_no_sync_on_some_ranks_only_is_told() -> None:
-    for first, again in run_pooled(_unlike, 2, False):
-        assert "GradientError: a backward() ran inside no_sync() on some ranks only" in first
-        assert again
+    told = "GradientError: a backward() ran inside no_sync() on some ranks only"
+    if is_aborted:
+        told = "a backward was aborted on rank 1 after part of its gradients had left"
+        assert rank == 0 or outcomes.pop(0).startswith("ZeroDivisionError")
+    assert told in outcomes[0]
+    assert all(outcomes)
 
 
 @pytest.mark.parametrize(
@@ -631,34 +613,27 @@ def test_no_sync_on_some_ranks_only_is_told() -> None:
 def test_several_optimizers_of_which_one_accumulates(uses: list[list[str]], rank: int, world_size: int) -> None:
     """Where ranks no longer agree on which backward is the n-th, one that wants to reduce takes the others along."""
     model = Three()
-    parts = dict(model.named_children())
-    optimizers = {name: wrapped(part, accumulate=2 if name == "a" else 1) for name, part in parts.items()}
+    optimizers = [wrapped(part, accumulate=2 if part is model.a else 1) for part in model.children()]
     total = [torch.zeros_like(p) for p in model.parameters()]
     for use in uses:
-        for r in range(world_size):
-            for i, (name, parameter) in enumerate(model.named_parameters()):
-                loss = parts[name[0]](batch(r)).sum()
-                total[i] += torch.autograd.grad(loss, parameter)[0] if name[0] in use[r] else 0
-        sum((parts[name](batch(rank)).sum() for name in use[rank]), torch.zeros(())).backward()
-    for optimizer in optimizers.values():
+        torch._foreach_add_(total, mean_over_ranks([*map(model.loss_of, use)], model))
+        model.loss_of(use[rank])(batch(rank)).backward()
+    for optimizer in optimizers:
         optimizer.synchronize()
-    for (name, parameter), value in zip(model.named_parameters(), total, strict=True):
-        if name[0] != "c":
-            assert parameter.grad is not None
-            assert_bitwise(parameter.grad, value / world_size, name)
+    check_gradients(nn.ModuleList([model.a, model.b]), total[:4])
 
 
 @ranks(2)
 def test_an_optimizer_that_leaves_its_neighbour(rank: int, world_size: int) -> None:
     model = Three()
     first, second = wrapped(model.a), wrapped(model.b)
-    (model.a(batch(rank)).sum() + model.b(batch(rank)).sum()).backward()
+    model.loss_of("ab")(batch(rank)).backward()
     first.close()
     second.zero_grad()
     model.a.zero_grad()
-    (model.a(batch(rank)).sum() + model.b(batch(rank)).sum()).backward()
-    check_gradients(model.a, gradients(lambda x: model.a(x).sum(), model.a, [batch(rank)]), "local")
-    check_gradients(model.b, mean_of(lambda x: model.b(x).sum(), model.b, world_size, [0]), "reduced")
+    model.loss_of("ab")(batch(rank)).backward()
+    check_gradients(model.a, gradients(model.loss_of("a"), model.a, [batch(rank)]), "local")
+    check_gradients(model.b, mean_of(model.loss_of("b"), model.b, world_size, [0]), "reduced")
 
 
 # What goes wrong between ranks
@@ -739,8 +714,11 @@ def test_after_a_backward_there_is_nothing_to_synchronize(options: dict[str, str
     assert counts == [1, 2, 3]
 
 
-def _written(rank: int, world_size: int, op: str, culprit: int, told: Path) -> tuple[str, float]:
-    """One rank writes to a reduced gradient and synchronizes; returns the error, and how long it took."""
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@ranks(2)
+def test_a_gradient_that_one_rank_has_written_to_is_synchronized_or_an_error_on_all_at_once(
+    op: str, tmp_path: Path, rank: int
+) -> None:
     torchring.init(timeout_seconds=6)
     model = Net()
     optimizer = wrapped(model, op=op)
@@ -748,38 +726,29 @@ def _written(rank: int, world_size: int, op: str, culprit: int, told: Path) -> t
         optimizer.zero_grad()
         model(batch(rank, step)).backward()
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    if rank == culprit:
+    if rank == 1:
         assert model.first.weight.grad is not None
         model.first.weight.grad += 2.0
-    started = time.monotonic()
-    try:
+    if op == "mean":
         optimizer.synchronize()
-    except RingError as error:
-        seconds = time.monotonic() - started
-        if rank == culprit:
-            with contextlib.suppress(AssertionError):  # alive, but not coming: its peer must not have to wait for it
-                wait_until(told.exists, "the peer", seconds=4.0)
-        told.touch()
-        return f"{type(error).__name__}: {error}", seconds
-    before[0] += 1.0
-    check_gradients(model, before)
-    return "", time.monotonic() - started
+        before[0] += 1.0
+        check_gradients(model, before)
+        return
+    started = time.monotonic()
+    error = attempt(optimizer.synchronize)
+    assert time.monotonic() - started < patient(3)
+    assert error.startswith("GradientError")
+    assert rank == 0 or "was written to after it was summed over ranks" in error
+    if rank == 1:  # alive, but not coming: its peer must not have to wait for it
+        wait_until((tmp_path / "told").exists, "the peer")
+    (tmp_path / "told").touch()
 
 
-def test_a_gradient_written_to_on_one_rank_is_synchronized(tmp_path: Path) -> None:
-    assert [error for error, _ in run_pooled(_written, 2, "mean", 1, tmp_path / "told")] == ["", ""]
-
-
-def test_synchronizing_a_sum_that_one_rank_wrote_to_is_an_error_on_all_at_once(tmp_path: Path) -> None:
-    results = run_pooled(_written, 2, "sum", 1, tmp_path / "told", deadline=30)
-    assert "was written to after it was summed over ranks" in results[1][0]
-    for error, seconds in results:
-        assert error.startswith("GradientError")
-        assert seconds < patient(3)
-
-
-def _gone(rank: int, world_size: int, everywhere: bool) -> tuple[int, str]:
-    """Returns how many optimizers the world has after one was dropped, and what rank 1 gets from the one it kept."""
+@pytest.mark.parametrize("everywhere", [True, False])
+@ranks(2)
+def test_an_optimizer_that_is_dropped_leaves_its_group_and_is_of_no_use_where_it_was_kept(
+    everywhere: bool, rank: int, world_size: int
+) -> None:
     first, second = Net(), Net()
     dropped = wrapped(first)
     first(batch(rank)).backward()
@@ -791,26 +760,10 @@ def _gone(rank: int, world_size: int, everywhere: bool) -> tuple[int, str]:
     second(batch(rank)).backward()
     check_gradients(second, mean_of(second, second, world_size, [0]))
     optimizer.step()
-    count = len(list(default_world().shared(OptimizerGroup).reducers))
-    if kept is None:
-        return count, ""
-    first(batch(rank)).backward()
-    try:
-        kept.step()
-    except (GradientError, ValueError) as error:
-        return count, type(error).__name__
-    return count, "stepped on local gradients"
-
-
-def test_an_optimizer_that_is_dropped_leaves_its_optimizer_group() -> None:
-    assert run_pooled(_gone, 2, True) == [(1, ""), (1, "")]
-
-
-def test_an_optimizer_that_one_rank_has_dropped_is_of_no_use_on_the_others() -> None:
-    first, second = run_pooled(_gone, 2, False)
-    assert first == (1, "")
-    assert second[0] == 1
-    assert second[1] in ("GradientError", "ValueError")
+    assert len(list(default_world().shared(OptimizerGroup).reducers)) == 1
+    if kept is not None:
+        first(batch(rank)).backward()
+        assert attempt(kept.step).startswith(("GradientError", "ValueError"))
 
 
 def _wrong_gradient(rank: int, world_size: int) -> None:
