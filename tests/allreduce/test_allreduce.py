@@ -1,5 +1,5 @@
-"""One contract (`torchring/allreduce/contract.py`), and all all-reduces: direct, native over Gloo and over the
-fake, hierarchical with even and uneven hosts."""
+"""One contract (`torchring/allreduce/contract.py`), and all all-reduces: direct, native over Gloo, hierarchical with
+even and uneven hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
-from tests.support.fakes import FakeNetwork
 from tests.support.grids import grid
 from tests.support.harness import run_threads, wait_until
 from torchring.allreduce.contract import MAX_PENDING, AllReduce, Wire
@@ -31,8 +30,7 @@ from torchring.transport.c10d import C10dTransport
 from torchring.transport.diagnosis import culprit as culprit_module
 from torchring.world import World
 
-KINDS = ("direct", "fake", "hierarchical", "native")
-SHARED = ("direct", "hierarchical")  # sum in shared memory first
+KINDS = ("direct", "hierarchical", "native")
 HOSTS = {2: (0, 1), 3: (0, 0, 1), 5: (0, 1, 0, 1, 0)}  # of each rank, where there are several
 WORLDS = (2, 3, 5)
 DTYPES = (torch.float32, torch.float64, torch.float16, BF16 := torch.bfloat16)
@@ -62,12 +60,10 @@ def run_all_reduces(
     kind: str, size: int, body: Callable[..., Any], *, num_all_reduces: int = 1, timeout_seconds: float = 20.0
 ) -> list[Any]:
     """body(rank, *all-reduces) on every rank, in threads of this process."""
-    network = FakeNetwork(size, timeout_seconds)
 
     def on_rank(rank: int, size: int, store: dist.Store) -> Any:
-        # Only the fake does without a world.
-        world = World(store, rank, 1 if kind == "fake" else size, timeout_seconds=timeout_seconds)
-        all_reduces = [_open(kind, world, network.transport(rank, str(i))) for i in range(num_all_reduces)]
+        world = World(store, rank, size, timeout_seconds=timeout_seconds)
+        all_reduces = [_open(kind, world) for _ in range(num_all_reduces)]
         try:
             return body(rank, *all_reduces)
         finally:
@@ -81,9 +77,7 @@ def run_all_reduces(
         return run_threads(on_rank, size)
 
 
-def _open(kind: str, world: World, fake: Any) -> AllReduce[Any]:
-    if kind == "fake":
-        return NativeAllReduce(fake)
+def _open(kind: str, world: World) -> AllReduce[Any]:
     assert world.host is not None
     if kind == "direct":
         return DirectAllReduce(world.host)
@@ -134,8 +128,7 @@ def num_roundings(kind: str, dtype: torch.dtype, size: int) -> float:
     if kind == "direct":
         return in_fp32
     # The engine rounds at every hop; hosts of several ranks round what they have summed, too.
-    num_hops = len(set(HOSTS[size])) if kind in SHARED and size > 2 else size - 2
-    return num_hops + in_fp32
+    return (len(set(HOSTS[size])) if size > 2 else 0) + in_fp32
 
 
 def reduce(all_reduce: AllReduce[Any], wire: Wire, inputs: torch.Tensor | None = None) -> None:
@@ -177,7 +170,7 @@ def test_the_suite_notices_an_all_reduce_that_forgets_a_rank(monkeypatch: pytest
 
     monkeypatch.setattr(NativeAllReduce, "start", forgetful)
     with pytest.raises(AssertionError, match="elements differ"):
-        test_exact_sums_of_every_size("fake", 2, torch.float32)
+        test_exact_sums_of_every_size("native", 2, torch.float32)
 
 
 @every_all_reduce_world_and_dtype
@@ -290,7 +283,7 @@ def test_in_the_background_start_waits_for_nobody(kind: str) -> None:
     has_started = threading.Event()
 
     def body(rank: int, all_reduce: AllReduce[Any]) -> None:
-        assert (all_reduce.algorithm, all_reduce.in_background) == (kind.replace("fake", "native"), kind != "direct")
+        assert (all_reduce.algorithm, all_reduce.in_background) == (kind, kind != "direct")
         (wire,) = all_reduce.open_wires([(100, torch.float32)])
         before = time.perf_counter()
         if rank == 1:

@@ -1,5 +1,7 @@
-"""One contract (`torchring/transport/contract.py`), three implementations: the fake of the tests, Gloo's, and MPI's.
-And what only Gloo or only MPI has. Bodies are functions of the module, so that ranks of an MPI job can run them."""
+"""One contract (`torchring/transport/contract.py`), two implementations: Gloo's and MPI's. And what only one has.
+
+Bodies are functions of the module, so that ranks of an MPI job can run them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,6 @@ from torch.distributed import ProcessGroupGloo
 import torchring
 from tests.support import mpi_job
 from tests.support.checks import assert_bitwise, exact_inputs
-from tests.support.fakes import FakeNetwork
 from tests.support.harness import RanksFailed, count_open_fds, patient, run_ranks, run_threads, wait_until
 from tests.support.mpi_job import job, job_ends  # noqa: F401  # a fixture
 from tests.support.training import Side, assert_as_one_process, momentum, small_model, train, values
@@ -50,7 +51,7 @@ DTYPES = (
 Meet = Callable[[], object]  # a barrier of the ranks that no transport takes part in
 
 needs_mpi = pytest.mark.skipif(bool(mpi_job.MISSING), reason=mpi_job.MISSING)
-every_transport = pytest.mark.parametrize("kind", ["fake", "c10d", pytest.param("mpi", marks=needs_mpi)])
+every_transport = pytest.mark.parametrize("kind", ["c10d", pytest.param("mpi", marks=needs_mpi)])
 
 
 def run_transports(
@@ -73,15 +74,11 @@ def run_transports(
     if kind == "mpi":
         how = {"names": names, "timeout_seconds": timeout_seconds, "groups": groups}
         return job.run(partial(_on_mpi_rank, body=body, **how), size)
-    network = FakeNetwork(size, timeout_seconds)
 
     def on_rank(rank: int, size: int, store: dist.Store) -> Any:
         worlds = [Rendezvous(dist.PrefixStore(name, store), rank, size, timeout_seconds) for name in names]
         transports = [
-            network.transport(rank, name)
-            if kind == "fake"
-            else C10dTransport(world, name, ranks=_group_of(rank, groups))
-            for world, name in zip(worlds, names, strict=True)
+            C10dTransport(world, name, ranks=_group_of(rank, groups)) for world, name in zip(worlds, names, strict=True)
         ]
         return _run_and_close(body, Rendezvous(store, rank, size, 20.0), transports)
 
@@ -288,18 +285,20 @@ def _closing_with_transfers_under_way(meet: Meet, first: Transport, second: Tran
     assert _sum(third) == 3.0
 
 
-def _who_is_in_the_midst_of_a_message_when_it_breaks_off_is_told(meet: Meet, transport: Transport) -> None:
+def _who_is_in_the_midst_of_a_message_when_it_breaks_off_is_told(meet: Meet, *transports: Transport) -> None:
+    """Whether the receiver closes its transport or the sender."""
     data = torch.ones(256 * MIB, dtype=torch.uint8)
-    meet()
-    started = time.monotonic()
-    with ThreadPoolExecutor(1) as pool:
-        moving = pool.submit(lambda: transport.start_broadcast(data, 1).wait())
-        if transport.rank == 1:
-            time.sleep(0.04)
-            transport.close()
-        with contextlib.suppress(PeerLostError):  # it may have arrived before
-            moving.result(15.0)
-    assert time.monotonic() - started < patient(10.0)
+    for closes, transport in enumerate(transports):
+        meet()
+        started = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            moving = pool.submit(transport.start_broadcast(data, 1).wait)
+            if transport.rank == closes:
+                time.sleep(0.04)
+                transport.close()
+            with contextlib.suppress(PeerLostError):  # it may have arrived before
+                moving.result(15.0)
+        assert time.monotonic() - started < patient(10.0)
 
 
 _CONTRACT: list[tuple[Callable[..., object], int, dict[str, Any]]] = [
@@ -318,13 +317,8 @@ _CONTRACT: list[tuple[Callable[..., object], int, dict[str, Any]]] = [
     (_an_error_that_one_rank_leaves_is_raised_by_who_waits_for_it, 3, {}),
     (_who_waits_for_a_closed_transport_is_told, 2, {}),
     (_closing_with_transfers_under_way, 2, {"num_streams": 3}),
-    (_who_is_in_the_midst_of_a_message_when_it_breaks_off_is_told, 2, {}),
+    (_who_is_in_the_midst_of_a_message_when_it_breaks_off_is_told, 2, {"num_streams": 2}),
 ]
-_NOT_OF = {  # the fake connects all ranks, passes no words on, and its messages are there at once
-    _groups_sum_apart: ["fake"],
-    _an_error_that_one_rank_leaves_is_raised_by_who_waits_for_it: ["fake"],
-    _who_is_in_the_midst_of_a_message_when_it_breaks_off_is_told: ["fake", "mpi"],  # MPI's sender cannot break one off
-}
 
 
 @every_transport
@@ -332,8 +326,8 @@ _NOT_OF = {  # the fake connects all ranks, passes no words on, and its messages
     ("body", "size", "how"), [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in _CONTRACT]
 )
 def test_contract(kind: str, body: Callable[..., object], size: int, how: dict[str, Any]) -> None:
-    if kind in _NOT_OF.get(body, ()):
-        pytest.skip(f"{kind} cannot")
+    if kind == "mpi" and body is _who_is_in_the_midst_of_a_message_when_it_breaks_off_is_told:
+        pytest.skip("MPI's sender cannot break one off")
     run_transports(kind, size, body, **how)
 
 
@@ -583,20 +577,9 @@ def _fails_on_rank_1(rank: int, store: dist.Store, communicator: Any) -> None:
 def test_the_death_of_a_peer_names_it(kind: str) -> None:
     if kind == "c10d":
         died, *survivors = run_ranks(_wait_for_the_dying, 3, expect_exit={0: -signal.SIGKILL})
-        assert died is None
-    elif kind == "mpi":
-        died, *survivors = job.run(_wait_for_the_dying_under_mpi, 3, dies=0)
-        assert died is None
     else:
-        network = FakeNetwork(3)
-
-        def on_rank(rank: int, size: int, _: dist.Store) -> Any:
-            if rank == 0:
-                time.sleep(0.2)
-                return network.kill(0)
-            return _wait(network.transport(rank))
-
-        survivors = run_threads(on_rank, 3)[1:]
+        died, *survivors = job.run(_wait_for_the_dying_under_mpi, 3, dies=0)
+    assert died is None
     for peers, seconds in survivors:
         assert peers == (0,)
         assert seconds < patient(4.0)

@@ -200,14 +200,13 @@ def test_srun() -> None:
         ("a,b-c,d[08-11]x", "a b-c d08x d09x d10x d11x"),
         ("n[1,3-4,007].cluster", "n1.cluster n3.cluster n4.cluster n007.cluster"),
         ("[1-2]a", "1a 2a"),
+        ("n[1-999999999999]", "n1 n2"),  # not spelled out
     ],
 )
 def test_host_lists(text: str, names: str) -> None:
-    assert list(expand_hosts(text)) == names.split()
-
-
-def test_a_long_host_list_is_not_spelled_out() -> None:
-    assert list(itertools.islice(expand_hosts("n[1-999999999999]"), 2)) == ["n1", "n2"]
+    if "9999" not in text:
+        assert list(expand_hosts(text)) == names.split()
+    assert list(itertools.islice(expand_hosts(text), 2)) == names.split()[:2]
 
 
 @pytest.mark.parametrize("text", ["", "a[", "a]", "a[1-]", "a[-2]", "a[x]", "a,", ",a", "a,,b", "a[1]b[", "a[1[2]]"])
