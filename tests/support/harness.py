@@ -29,7 +29,6 @@ import multiprocessing
 import os
 import pickle
 import pkgutil
-import queue
 import resource
 import shutil
 import signal
@@ -39,13 +38,14 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -232,7 +232,6 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, deadline: f
     store.set_timeout(timedelta(seconds=deadline))
     results: list[Any] = [None] * world_size
     reports = [RankReport(rank, f"still running after {deadline} s", failed=True) for rank in range(world_size)]
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def body(rank: int) -> None:
         try:
@@ -240,19 +239,15 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, deadline: f
             reports[rank] = RankReport(rank, "ok", failed=False)
         except BaseException as error:
             reports[rank] = RankReport(rank, _summary(error), failed=True, traceback=traceback.format_exc())
-        ended.put(rank)
 
     threads = [threading.Thread(target=body, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
     for thread in threads:
         thread.start()
-    running = set(range(world_size))
     end = time.monotonic() + deadline
-    with contextlib.suppress(queue.Empty):
-        while running:
-            rank = ended.get(timeout=max(0.0, end - time.monotonic()))
-            running.remove(rank)
-            if reports[rank].failed:
-                end = min(end, time.monotonic() + patient(_PATIENCE))
+    while (running := [rank for rank, thread in enumerate(threads) if thread.is_alive()]) and time.monotonic() < end:
+        threads[running[0]].join(0.05)
+        if any(report.failed and report.rank not in running for report in reports):
+            end = min(end, time.monotonic() + patient(_PATIENCE))
     frames = sys._current_frames()
     for rank in running:
         if frame := frames.get(threads[rank].ident or 0):
@@ -596,13 +591,14 @@ def _wait_for(ranks: list[_Rank], deadline: float) -> None:
         _wait_until_quiet([rank.log for rank in running])
 
 
-def _start_method(environ: Mapping[str, str | None]) -> Any:
+def _start_method(of_ranks: Mapping[str, str | None]) -> Any:
     """The multiprocessing context to start ranks with; its helper processes are running when this returns."""
     resource_tracker.ensure_running()
-    read = {name: environ[name] or "" for name in _READ_AT_IMPORT if environ.get(name) is not None}
+    read = {name: of_ranks[name] or "" for name in _READ_AT_IMPORT if of_ranks.get(name) is not None}
     server = _servers.setdefault(tuple(sorted(read.items())), forkserver.ForkServer())
     path = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
-    with _environment(_clean_environ() | read | {"PYTHONPATH": os.pathsep.join(filter(None, path))}):
+    environ = _clean_environ() | read | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    with mock.patch.dict(os.environ, environ, clear=True):
         interpreted = ["tests.support.interpreted"] if read.get("TRITON_INTERPRET") == "1" else []
         server.set_forkserver_preload([*_PRELOADED, *_modules_of_tests(), *interpreted, "tests.support.frozen"])
         server.ensure_running()
@@ -622,18 +618,6 @@ def _clean_environ() -> dict[str, str]:
     """This process's environment as if no launcher had started it, with one thread per rank."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_LAUNCHERS)}
     return {**kept, "OMP_NUM_THREADS": "1"}
-
-
-@contextlib.contextmanager
-def _environment(environ: Mapping[str, str]) -> Iterator[None]:
-    saved = dict(os.environ)
-    try:
-        os.environ.clear()
-        os.environ.update(environ)
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)
 
 
 class _Leftovers:

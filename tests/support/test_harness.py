@@ -69,18 +69,6 @@ def test_ranks_get_the_launchers_environment_and_changes_to_it(monkeypatch: pyte
     assert [result[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "COLOUR")] == [None, None, None, "red"]
 
 
-def _triton_interpret(rank: int, world_size: int) -> tuple[str | None, bool]:
-    from torchring.kernels import lazy
-
-    return os.environ.get("TRITON_INTERPRET"), lazy.INTERPRETED
-
-
-@pytest.mark.grid  # the tests of interpreted kernels on ranks fail without it, too
-def test_what_is_read_at_import_has_a_server_of_its_own() -> None:
-    for value in ("1", None, "1"):
-        assert run_ranks(_triton_interpret, 1, env={"TRITON_INTERPRET": value}) == [(value, value == "1")]
-
-
 def _imported(rank: int, world_size: int) -> tuple[list[str], int]:
     return list(sys.modules), gc.get_freeze_count()
 
