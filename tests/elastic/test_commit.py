@@ -13,22 +13,13 @@ from tests.elastic.test_elastic import _once
 from tests.support.elastic_job import ElasticJob, note
 
 _NOT_FINITE = "not finite"  # which a rank that is alone does not look for
-_POINTS = [
-    "iteration",
-    "forward",
-    "backward",
-    _NOT_FINITE,
-    "half a step",
-    "after step",
-    "before commit",
-    "after commit",
-]
-_NUM_STEPS = 5 * len(_POINTS)
+_POINTS = ["iteration", "forward", "backward", _NOT_FINITE]
+_POINTS += ["half a step", "after step", "before commit", "after commit"]
+_NUM_STEPS = 3 * len(_POINTS)  # at each point, one rank raises, then the other, then both
 _SAMPLES = torch.randn(4 * _NUM_STEPS, 4, generator=torch.Generator().manual_seed(1)).double()
 
 
 def _reach(point: str, step: int) -> None:
-    """Raise at each point: twice on one rank after the other, and then on all."""
     if _is_at(point, step):
         raise MemoryError("injected")
 
@@ -36,7 +27,7 @@ def _reach(point: str, step: int) -> None:
 def _is_at(point: str, step: int) -> bool:
     """Whether this rank has come to the point for the first time in a step in which it is to raise there."""
     turn, index = divmod(step, len(_POINTS))
-    if _POINTS[index] != point or turn // 2 not in (torchring.rank(), 2):
+    if _POINTS[index] != point or turn not in (torchring.rank(), 2):
         return False
     if is_first := _once(f"step {step} rank {torchring.rank()}"):
         note(raises=point, step=step)

@@ -282,7 +282,7 @@ def test_losses_joins_and_polite_ends_change_nothing() -> None:
         job.run_until(lambda: job.last_step() > 60 and job.notes("stuck"), "60 steps, and a worker that is stuck")
         stuck = next(worker for worker, pid in job.pids.items() if pid == job.notes("stuck")[0]["stuck"])
         job.run_until(lambda: not job.is_alive(stuck), "its end")
-        num_steps = job.stop()
+        num_steps = job.stop(100)
         assert job.run() == 0
         check_books(job, num_steps)
         check_continuity(job)
@@ -318,7 +318,7 @@ def test_without_a_commit_a_failing_rank_ends_and_lost_jobs_go_on_from_a_checkpo
         for worker in lost:
             job.send(worker)
         job.run_until(lambda: not set(lost) & set(job.workers), "new workers")
-        num_steps = job.stop()
+        num_steps = job.stop(100)
         assert job.run() == 0
         check_books(job, num_steps)
         check_result(job, num_steps)

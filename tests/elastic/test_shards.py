@@ -53,23 +53,19 @@ def make_adafactor(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(model.parameters(), lr=1e-2)
 
 
-def _num_done(points: list[str]) -> int:
-    return sum(_marker(point).exists() for point in points)
-
-
 def _marker(name: str) -> Path:
     return Path(os.environ["TMPDIR"]).with_name(name)
 
 
-def _is_next(point: str, points: list[str]) -> bool:
-    """Whether a rank of three is to be lost here: one was at all earlier points, and all have their shares since."""
-    done = _num_done(points)
-    return torchring.size() == 3 and points[done:][:1] == [point] and _marker(f"entered after {done}").exists()
+def _num_done(points: list[str]) -> int:
+    return sum(_marker(point).exists() for point in points)
 
 
 def _lose(point: str, points: list[str]) -> None:
-    """Be lost, on rank 1."""
-    if torchring.rank() == 1 and _is_next(point, points) and _once(point):
+    """Lose rank 1 of three here, if one was lost at all earlier points, and all have their shares since."""
+    done = _num_done(points)
+    is_next = torchring.size() == 3 and points[done:][:1] == [point] and _marker(f"entered after {done}").exists()
+    if is_next and torchring.rank() == 1 and _once(point):
         note(lost=point)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -106,46 +102,43 @@ def train_sharded(kind: Kind, points: list[str], **options: Any) -> None:
     )
 
 
-def _check_result(job: ElasticJob, kind: Kind, num_steps: int) -> None:
-    check_result(job, num_steps, state_tolerance=(1e-5, 1e-12), make=make_model, kind=kind)
-
-
-_POINTS = [
-    "before the step",
-    "in the step",
-    "in the exchange",
-    "between steps",
-    "in backward",
-    "while state is gathered",
-    "while state is dealt out",
-]
-
-
+_POINTS = ["before the step", "in the step", "in the exchange", "between steps", "in backward"]
+_POINTS += ["while state is gathered", "while state is dealt out"]
 _EVERY = 9
 
 
-def _run(make: Kind, points: list[str], folder: Path) -> None:
-    with ElasticJob(functools.partial(train_sharded, make, points, checkpoint=folder, every=_EVERY), 3) as job:
-        job.run_until(lambda: len(job.notes("lost")) >= len(points) - 1, "all losses but one", 120)
-        job.run_until(
-            lambda: (
-                len(job.notes("lost")) == len(points) or (len(job.workers) == 3 and job.notes("step")[-1]["size"] == 3)
-            ),
-            "three ranks",
-        )
-        if len(job.notes("lost")) < len(points):  # the replacement came at once: have shares dealt out again
+@pytest.mark.parametrize(
+    "make", [make_adamw, *(pytest.param(make, marks=pytest.mark.grid) for make in (make_adafactor, make_fused))]
+)
+def test_a_rank_may_be_lost_at_any_point_of_a_sharded_step(make: Kind, tmp_path: Path) -> None:
+    script = functools.partial(train_sharded, make, _POINTS, checkpoint=tmp_path, every=_EVERY)
+    with ElasticJob(script, 3) as job:
+
+        def num_lost() -> int:
+            return len(job.notes("lost"))
+
+        def are_three() -> bool:
+            return len(job.workers) == 3 and job.notes("step")[-1]["size"] == 3
+
+        job.run_until(lambda: num_lost() >= len(_POINTS) - 1, "all losses but one", 120)
+        job.run_until(lambda: num_lost() == len(_POINTS) or are_three(), "three ranks")
+        if num_lost() < len(_POINTS):  # the replacement came at once: have shares dealt out again
             job.send(job.workers[2], signal.SIGTERM)
-        job.run_until(lambda: len(job.notes("lost")) == len(points), "all losses", 60)
-        job.run_until(lambda: len(job.workers) == 3 and job.notes("step")[-1]["size"] == 3, "a replacement")
+        job.run_until(lambda: num_lost() == len(_POINTS), "all losses", 60)
+        job.run_until(are_three, "a replacement")
         num_steps = job.stop(50)
         assert job.run(120) == 0
         check_books(job, num_steps)
         _check_result(job, make, num_steps)
-        assert [each["lost"] for each in job.notes("lost")] == points
-        assert check_returns(job) == len(points) - 1  # with the last one, nothing was lost
+        assert [each["lost"] for each in job.notes("lost")] == _POINTS
+        assert check_returns(job) == len(_POINTS) - 1  # with the last one, nothing was lost
         whole = sum(each.nbytes for each in expected(1, make=make_model, kind=make)[1])
         assert make is make_adafactor or all(r["num_bytes"] < 1 / 3 * 1.02 * whole for r in job.notes("result"))
-        check_saved(folder, make, num_steps)
+        check_saved(tmp_path, make, num_steps)
+
+
+def _check_result(job: ElasticJob, kind: Kind, num_steps: int) -> None:
+    check_result(job, num_steps, state_tolerance=(1e-5, 1e-12), make=make_model, kind=kind)
 
 
 def check_returns(job: ElasticJob) -> int:
@@ -164,16 +157,6 @@ def check_saved(folder: Path, kind: Kind, num_steps: int) -> None:
     assert step == num_steps
     found, wanted = listed(saved["optimizers"]["optimizer"]), expected(num_steps, make=make_model, kind=kind)[1]
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-12)
-
-
-def test_a_rank_may_be_lost_at_any_point_of_a_sharded_step(tmp_path: Path) -> None:
-    _run(make_adamw, _POINTS, tmp_path)
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("make", [make_adafactor, make_fused])
-def test_other_optimizers(make: Kind, tmp_path: Path) -> None:
-    _run(make, _POINTS, tmp_path)
 
 
 def test_ranks_that_are_told_to_end_leave_their_shares_and_without_a_checkpoint_a_loss_means_the_beginning() -> None:
