@@ -33,9 +33,6 @@ from torchring.bench.netns import INTERFACE, Network
 
 __all__ = ["Adversary", "Slots", "run", "run_ranks"]  # the harness preloads modules that have `run_ranks`
 _MEAN_SECONDS = 1.0  # between two events
-_HEARTBEAT_TIMEOUT = 6.0
-_CUT_SECONDS = (0.5, 15.0)
-_STOP_SECONDS = (1.0, 20.0)
 
 
 class Adversary:
@@ -52,20 +49,18 @@ class Adversary:
         self._hosts = hosts
         self._network = network
         self._folder = folder
-        self._is_cut = False
         self._later: list[tuple[float, Callable[[], object]]] = []
         self._next_at = time.monotonic() + self._random.expovariate(1 / _MEAN_SECONDS)
-        kinds: dict[str, tuple[float, Callable[[], bool]]] = {
-            "kill": (5, self._kill),
-            "kill rank 0": (1, self._kill_rank_0),
-            "polite end": (2, self._end),
+        self._kinds: dict[str, tuple[float, Callable[[], object]]] = {
+            "kill": (5, lambda: self._send(self._any(), signal.SIGKILL)),
+            "kill rank 0": (1, lambda: self._send(self._job.workers[:1], signal.SIGKILL)),
+            "polite end": (2, lambda: self._send(self._any(at_least=2), signal.SIGTERM)),
             "stop": (0.4, self._stop),
             "wait for a checkpoint to be written": (1, self._kill_writer),
-            "full disk": (0.4 if _is_small(folder) else 0, self._fill_disk),
+            "full disk": (0.4 if os.path.ismount(folder) else 0, self._fill_disk),
             "other slots": (0.7, self._change_slots),
             "cut": (0.3 if network else 0, self._cut),
         }
-        self._kinds = kinds
 
     def tick(self) -> None:
         """Do what is due."""
@@ -76,90 +71,61 @@ class Adversary:
                 action()
         if now >= self._next_at:
             self._next_at = now + self._random.expovariate(1 / _MEAN_SECONDS)
-            weights = [weight for weight, _ in self._kinds.values()]
-            (kind,) = self._random.choices(list(self._kinds), weights)
-            if self._kinds[kind][1]():
-                self.num_events[kind] += 1
+            (kind,) = self._random.choices(list(self._kinds), [weight for weight, _ in self._kinds.values()])
+            self.num_events[kind] += self._kinds[kind][1]() is not False
 
     def end(self) -> None:
         """Undo what can be undone."""
-        later, self._later = self._later, []
-        for _, action in later:
+        for _, action in self._later.copy():
             action()
-        self._later = []  # what waits for a file that is not finished would wait again
+        self._later.clear()  # what waits for a file that is not finished would wait again
         self._hosts.offer(dict.fromkeys(self._hosts.names, 2))
 
-    def _alive(self) -> list[int]:
-        return [worker for worker in self._job.pids if self._job.is_alive(worker)]
+    def _any(self, at_least: int = 1) -> tuple[int, ...]:
+        """A worker that lives, if so many do."""
+        alive = [worker for worker in self._job.pids if self._job.is_alive(worker)]
+        return (self._random.choice(alive),) if len(alive) >= at_least else ()
 
-    def _send(self, worker: int, number: int) -> bool:
-        if not self._job.is_alive(worker):
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            self._job.send(worker, number)
-        return True
+    def _send(self, workers: tuple[int, ...], number: int) -> bool:
+        alive = [worker for worker in workers if self._job.is_alive(worker)]
+        for worker in alive:
+            with contextlib.suppress(ProcessLookupError):
+                self._job.send(worker, number)
+        return bool(alive)
 
-    def _kill(self) -> bool:
-        alive = self._alive()
-        return bool(alive) and self._send(self._random.choice(alive), signal.SIGKILL)
+    def _do_later(self, least: float, most: float, action: Callable[[], object]) -> None:
+        self._later.append((time.monotonic() + self._random.uniform(least, most), action))
 
-    def _kill_rank_0(self) -> bool:
-        return bool(self._job.workers) and self._send(self._job.workers[0], signal.SIGKILL)
+    def _stop(self) -> bool:
+        workers = self._any()
+        self._do_later(1.0, 20.0, lambda: self._send(workers, signal.SIGCONT))
+        return self._send(workers, signal.SIGSTOP)
 
-    def _kill_writer(self) -> bool:
+    def _kill_writer(self) -> None:
         if any(file.suffix == ".tmp" for file in self._folder.iterdir()):
-            self.num_events["kill while a checkpoint is written"] += self._kill_rank_0()
+            self.num_events["kill while a checkpoint is written"] += self._send(self._job.workers[:1], signal.SIGKILL)
         else:
             self._later.append((0.0, self._kill_writer))  # until there is a file that is not finished
-        return True
 
-    def _fill_disk(self) -> bool:
-        file = self._folder / "full"
-        if file.exists():
+    def _fill_disk(self) -> bool | None:
+        if (file := self._folder / "full").exists():
             return False
         with contextlib.suppress(OSError), file.open("wb", buffering=0) as full:
             while True:
                 full.write(bytes(1 << 14))
-        self._later.append((time.monotonic() + self._random.uniform(0.5, 5.0), file.unlink))
-        return True
+        self._do_later(0.5, 5.0, file.unlink)
+        return None
 
-    def _end(self) -> bool:
-        alive = self._alive()
-        return len(alive) > 1 and self._send(self._random.choice(alive), signal.SIGTERM)
-
-    def _stop(self) -> bool:
-        alive = self._alive()
-        if not alive:
-            return False
-        worker = self._random.choice(alive)
-        self._later.append(
-            (time.monotonic() + self._random.uniform(*_STOP_SECONDS), lambda: self._send(worker, signal.SIGCONT))
-        )
-        return self._send(worker, signal.SIGSTOP)
-
-    def _change_slots(self) -> bool:
+    def _change_slots(self) -> None:
         few = [1, 2] if len(self._hosts.names) > 1 else [2, 3, 4]
         self._hosts.offer({name: self._random.choice(few) for name in self._hosts.names})
-        return True
 
-    def _cut(self) -> bool:
-        network = self._network
-        assert network is not None
-        if self._is_cut:
+    def _cut(self) -> bool | None:
+        if (network := self._network) is None:
             return False
         network.set_link(1, False)
-        self._is_cut = True
-        self._later.append((time.monotonic() + self._random.uniform(*_CUT_SECONDS), self._mend))
-        return True
-
-    def _mend(self) -> None:
-        assert self._network is not None
-        self._network.set_link(1, True)
-        self._is_cut = False
-
-
-def _is_small(folder: Path) -> bool:
-    return os.path.ismount(folder)
+        self._do_later(0.5, 15.0, lambda: network.set_link(1, True))
+        return None
 
 
 @contextlib.contextmanager
@@ -179,17 +145,17 @@ def run(seconds: float, seed: int, network: Network | None = None) -> str:
 
     With a network of two hosts, this process has to be on host 0.
     """
-    with tempfile.TemporaryDirectory(prefix="torchring-chaos-") as name, _small_disk(Path(name)):
-        folder = Path(name)
-        hosts = Slots(["a"] if network is None else ["a", "b"])
-        enters = None if network is None else functools.partial(_enter, {"b": network.name(1)})
+    with tempfile.TemporaryDirectory(prefix="torchring-chaos-") as name, _small_disk(folder := Path(name)):
         script = functools.partial(train_worker, checkpoint=folder, every=50)
-        sizes = {"size": 4, "max_size": 4, "heartbeat_timeout": _HEARTBEAT_TIMEOUT}
+        how = {"max_size": 4, "heartbeat_timeout": 6.0}
         if network is None:
-            hosts.offer({"a": 4})
-            sizes["size"] = 3
-        interface = "" if network is None else INTERFACE
-        with ElasticJob(script, hosts=hosts, enter_host=enters, interface=interface, **sizes) as job:
+            hosts = Slots(["a"], 4)
+            start = functools.partial(ElasticJob, script, 3, hosts=hosts, **how)
+        else:
+            hosts = Slots(["a", "b"])
+            enters = functools.partial(_enter, {"b": network.name(1)})
+            start = functools.partial(ElasticJob, script, 4, hosts=hosts, enter_host=enters, interface=INTERFACE, **how)
+        with start() as job:
             job.run_until(lambda: job.last_step() > 100, "100 steps")
             before = job.notes("step")
             rate = (before[-1]["step"] - before[0]["step"]) / (before[-1]["at"] - before[0]["at"])

@@ -28,7 +28,6 @@ from torchring.elastic.protocol import ORDERS, Card, Orders, card_key, world_pre
 from torchring.errors import PeerLostError, TopologyError, decode_error
 from torchring.launch import hosts as launch_hosts
 from torchring.launch.hosts import Host, LaunchError
-from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
 from torchring.rendezvous.signed import signed
 
 TICK = 0.02
@@ -243,36 +242,45 @@ def test_a_death_after_leaving_breaks_nothing() -> None:
     assert job.generations[1].reason == "worker 1 on a was killed by SIGKILL; worker 2 on a left"
 
 
-def test_a_silent_worker_is_killed_and_the_others_hear_of_it_before_it_is_dead() -> None:
-    job = running(num=2, heartbeat_timeout=4)
-    job.wait(3.5, 0)
+_LOST = {"has_lost_peer": True, "reason": "PeerLostError: rank 2 died or exited"}
+_MET = [("meeting", 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "seconds", "shows", "card", "beats", "reason"),
+    [
+        ({"heartbeat_timeout": 4}, 4, [], {}, False, "gave no sign of life for 4 s"),
+        ({"heartbeat_timeout": 4}, 1.5, [("meeting", 0)], _LOST, False, "gave no sign of life for 1.5 s"),
+        ({"heartbeat_timeout": 4}, 4, [("meeting", 0)], {}, False, "gave no sign of life for 4 s"),
+        ({"num": 2, "max_size": 3, "elastic_timeout": 20}, 20, [], {}, False, ""),  # worker 2 never comes
+        ({}, 300, _MET, {}, True, "did not leave its step for 300 s"),
+        ({}, 10, _MET, {"given_up": (2,)}, True, "did not leave its step for 10 s"),
+        ({"stall_timeout": 20}, 20, _MET, {}, True, "made no progress for 20 s while others waited for it (--stall-"),
+        ({}, 300, [("leaving", 2), *_MET, ("running", 0, 1)], {}, False, ""),  # and does not end
+    ],
+)
+def test_a_worker_is_killed_after_a_while(
+    limits: Any, seconds: float, shows: list[Any], card: dict[str, Any], beats: bool, reason: str
+) -> None:
+    """The others hear of it before it is dead. Its slot is free after that."""
+    job = running(**{"num": 3, **limits})
+    for show in shows:
+        job.show(*show, **card)
+    beating = (0, 1, 2) if beats else (0, 1)
+    job.wait(seconds - 1, *beating)
     assert job.sent == []
-    job.wait(1, 0)
-    assert job.sent == [(1, signal.SIGKILL)]
-    assert job.broken[0][2].endswith("gave no sign of life for 4 s, and was killed")
-    assert len(job.started) == 2, "its slot is not free"
-    job.show("meeting", 0)
-    assert job.workers == (0,)
-    job.show("running", 0)
-    job.end(1)
-    assert job.started[2:] == [(2, "a", 1)]
+    job.wait(2, *beating)
+    assert job.sent == [(2, signal.SIGKILL)]
+    assert [reason in how for _, _, how in job.broken] == [True] * bool(reason)
+    assert len(job.started) == 3
+    job.end(2)
+    assert job.started[3:] == [(3, "a", 2)]
     assert len(job.sent) == 1
 
 
-def test_a_silent_worker_is_killed_earlier_if_others_have_lost_a_connection() -> None:
-    for said in ({"has_lost_peer": True}, {}):
-        job = running(num=3, heartbeat_timeout=4)
-        job.show("meeting", 0, reason="PeerLostError: rank 2 died or exited", **said)
-        job.wait(1, 0, 1)
-        assert job.sent == []
-        job.wait(1, 0, 1)
-        assert job.sent == ([(2, signal.SIGKILL)] if said else []), "1 shows that it lives, and 0 has left"
-        job.wait(3, 0, 1)
-        assert job.sent == [(2, signal.SIGKILL)]
-        patience = 1.5 if said else 4
-        assert job.broken[0][2].endswith(f"gave no sign of life for {patience} s, and was killed")
+def test_a_worker_whose_end_is_known_explains_what_others_have_lost() -> None:
     job = running(num=3, heartbeat_timeout=4)
-    job.end(1, 137)  # whose end is known: that explains what the others have lost
+    job.end(1, 137)
     job.show("meeting", 0, reason="PeerLostError: rank 1 died or exited", has_lost_peer=True)
     job.wait(3.5, 0)
     assert job.sent == []
@@ -305,32 +313,6 @@ def test_silence_while_the_driver_was_stopped_does_not_count() -> None:
     assert job.sent == []
     job.wait(3.5)
     assert [worker for worker, _ in job.sent] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("limits", "seconds", "shows", "card", "reason"),
-    [
-        ({"num": 2, "max_size": 3, "elastic_timeout": 20}, 20, [], {}, ""),  # worker 2 never comes
-        ({"num": 3}, 300, [("meeting", 0, 1)], {}, "did not leave its step for 300 s"),
-        ({"num": 3}, 10, [("meeting", 0, 1)], {"given_up": (2,)}, "did not leave its step for 10 s"),
-        ({"num": 3, "stall_timeout": 20}, 20, [("meeting", 0, 1)], {}, "made no progress for 20 s while others"),
-        ({"num": 3}, 300, [("leaving", 2), ("meeting", 0, 1), ("running", 0, 1)], {}, ""),  # and does not end
-    ],
-)
-def test_a_worker_is_killed_after_a_while(
-    limits: Any, seconds: float, shows: list[Any], card: dict[str, Any], reason: str
-) -> None:
-    job = running(**limits)
-    for show in shows:
-        job.show(*show, **card)
-    beating = (0, 1) if not reason else (0, 1, 2)
-    job.wait(seconds - 1, *beating)
-    assert job.sent == []
-    job.wait(2, *beating)
-    assert job.sent == [(2, signal.SIGKILL)]
-    assert [reason in how for _, _, how in job.broken] == [True] * bool(reason)
-    job.end(2)
-    assert job.started[3:] == [(3, "a", 2)]
 
 
 @pytest.mark.parametrize("limit", [30.0, None])
@@ -848,23 +830,3 @@ def test_when_the_driver_is_killed_its_workers_are_told(tmp_path: Path) -> None:
         assert {file.name for file in launcher.reports_folder.glob("told*")} == {"told0", "told1"}
     finally:
         launcher.finish(process)
-
-
-# ---- what others share
-
-
-def test_pipes_that_have_ended_are_forgotten(tmp_path: Path) -> None:
-    """Thousands of workers may come and go."""
-    output = Output(OutputOptions(log_dir=str(tmp_path), is_quiet=True), log_name="worker{}.log")
-    output.start()
-    before = len(os.listdir("/proc/self/fd"))
-    try:
-        for worker in range(20):
-            ends = [output.pipe(stream, worker) for stream in (STDOUT, STDERR)]
-            for end in ends:
-                os.write(end, b"line\n")
-                os.close(end)
-        wait_until(lambda: len(os.listdir("/proc/self/fd")) == before, "the pipes to be closed")
-    finally:
-        output.close()
-    assert all((tmp_path / f"worker{worker}.log").read_text() == "line\n" * 2 for worker in range(20))

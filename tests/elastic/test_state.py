@@ -110,15 +110,6 @@ def test_after_the_last_commit_of_an_epoch_it_is_not_trained_again(makes_step: b
     assert list(sampler) == []
 
 
-def test_a_grad_scaler_forgets_that_gradients_were_unscaled() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    state = torchring.elastic.State(**parts(), scaler=scaler)
-    for _ in range(2):
-        entered(state)
-        scaler.scale(state.model(torch.ones(1, 2)).sum()).backward()
-        scaler.unscale_(state.optimizer)
-
-
 def test_a_checkpoint_is_named_and_one_of_another_model_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -59,13 +59,11 @@ def test_lines_come_whole_in_whatever_pieces_they_were_printed(shown: Shown) -> 
             write(one, b"x" * 30, piece)
     write(one, b"end")
     output.close()
-    lines = shown.text().split(b"\n")
-    assert lines.pop() == b"end"
-    assert [line for line in lines if line.startswith(b"line")] == [b"line %d \xff" % i for i in range(200)]
-    assert [line.replace(b"x", b"") for line in lines if line.startswith(b"x")] == [
-        b"line %d \xff" % i for i in range(200)
-    ]
-    assert len(lines) == 400
+    *lines, last = shown.text().split(b"\n")
+    assert (len(lines), last) == (400, b"end")
+    expected = [b"line %d \xff" % i for i in range(200)]
+    assert [line for line in lines if line.startswith(b"line")] == expected
+    assert [line.replace(b"x", b"") for line in lines if line.startswith(b"x")] == expected
 
 
 def test_an_unfinished_line_is_shown_after_a_moment_and_goes_on_after_others(shown: Shown) -> None:
@@ -108,9 +106,21 @@ def test_log_files(is_quiet: bool, shown: Shown, tmp_path: Path) -> None:
     assert [file.name for file in logs.iterdir()] == ["rank0.log"]
     assert (logs / "rank0.log").read_bytes() == b"a\nb\xff"
     assert shown.text() == (b"" if is_quiet else b"a\n")
-    assert sorted(shown.text(STDERR).split(b"\n")) == (
-        [b"", b"the launcher's"] if is_quiet else [b"b\xff", b"the launcher's"]
-    )
+    assert sorted(shown.text(STDERR).split(b"\n")) == [b"" if is_quiet else b"b\xff", b"the launcher's"]
+
+
+def test_pipes_that_have_ended_are_forgotten(shown: Shown, tmp_path: Path) -> None:
+    """Thousands of workers may come and go."""
+    output = shown.output(log_dir=str(tmp_path), is_quiet=True)
+    output.start()
+    before = len(os.listdir("/proc/self/fd"))
+    for rank in range(20):
+        for end in [output.pipe(stream, rank) for stream in (STDOUT, STDERR)]:
+            write(end, b"line\n")
+            os.close(end)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) == before, "the pipes to be closed")
+    output.close()
+    assert all((tmp_path / f"rank{rank}.log").read_text() == "line\n" * 2 for rank in range(20))
 
 
 def test_a_log_that_cannot_be_written_is_no_reason_to_stop(shown: Shown, tmp_path: Path) -> None:
