@@ -84,10 +84,6 @@ def test_means_are_over_the_ranks_that_have_data(
     assert_as_one_process(_train_unevenly, *arguments, world_size=len(num_batches), tolerance=1e-6)
 
 
-def test_a_world_of_one() -> None:
-    assert_as_one_process(_train_unevenly, (4,), 1, False, {}, world_size=1)
-
-
 def _incomplete_group(side: Side) -> list[Tensor]:
     """Accumulation whose last group is incomplete: `synchronize` in there counts as a reduction."""
     model, num_batches = small_model(), (3, 6)
@@ -132,9 +128,13 @@ def test_groups_of_micro_steps_and_several_optimizers(script: Script) -> None:
     assert_as_one_process(script)
 
 
+def test_a_world_of_one() -> None:
+    assert_as_one_process(_train_unevenly, (4,), 1, False, {}, world_size=1)
+
+
 @ranks(2)
 def test_a_rank_that_stops_early_ends_nobody(rank: int) -> None:
-    """A rank that stops at its own criterion, as in reinforcement learning; BatchNorm; a loss scale; an average."""
+    """At its own criterion, as in reinforcement learning. With BatchNorm, a loss scale, and an average."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -155,29 +155,36 @@ def test_a_rank_that_stops_early_ends_nobody(rank: int) -> None:
     assert_same_everywhere([*model.state_dict().values(), *average.state_dict().values()])
     assert scaler.get_scale() == 32.0  # after 6 steps
     assert num_steps == (3, 6)[rank]
+    with torch.no_grad():  # replicas are compared again after the block
+        next(model.parameters()).add_(rank)
+    optimizer.zero_grad()
+    model(torch.randn(5, 4)).square().mean().backward()
+    with pytest.raises(torchring.GradientError, match=r"^0\.weight is not the same on all ranks"):
+        optimizer.step()
 
 
 @ranks(2)
 def test_what_ranks_that_have_ended_would_miss_is_refused(rank: int) -> None:
     model = nn.Sequential(nn.Linear(4, 3), torchring.SyncBatchNorm(3), nn.Linear(3, 2))
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    where = ", where ranks whose data has ended would not take part; call it"
     refused: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: torchring.all_reduce(torch.ones(1)),
-        "broadcast": lambda: torchring.broadcast(torch.ones(1), async_op=True),
-        "SyncBatchNorm": lambda: model(torch.ones(2, 4)),
-        "step(closure)": lambda: optimizer.step(lambda: 0.0),
-        "wrap()": lambda: torchring.wrap(torch.optim.SGD(small_model().parameters())),
-        "add_param_group()": lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
-        "close()": optimizer.close,
+        f"all_reduce was called inside torchring.join(){where}": lambda: torchring.all_reduce(torch.ones(1)),
+        "broadcast was called inside": lambda: torchring.broadcast(torch.ones(1), async_op=True),
+        "SyncBatchNorm was called inside": lambda: model(torch.ones(2, 4)),
+        "step(closure) was called inside": lambda: optimizer.step(lambda: 0.0),
+        "wrap() was called inside": lambda: torchring.wrap(torch.optim.SGD(small_model().parameters())),
+        "add_param_group() was called inside": lambda: optimizer.add_param_group(
+            {"params": [nn.Parameter(torch.ones(1))]}
+        ),
+        "close() was called inside": optimizer.close,
+        "torchring.join() was called inside torchring.join(); one block is enough": lambda: torchring.join(
+            optimizer
+        ).__enter__(),
     }
     with torchring.join(optimizer):
-        for name, call in refused.items():
-            with pytest.raises(ValueError, match="was called inside") as caught:
-                call()
-            where = "inside torchring.join(), where ranks whose data has ended would not take part; call it"
-            assert str(caught.value).startswith(f"{name} was called {where}")
-        nested = attempt(lambda: torchring.join(optimizer).__enter__())
-        assert nested == "ValueError: torchring.join() was called inside torchring.join(); one block is enough"
+        for said, call in refused.items():
+            assert attempt(call).startswith(f"ValueError: {said}")
         assert len(optimizer.param_groups) == 1
         model.eval()
         for _ in range(rank):
@@ -185,14 +192,9 @@ def test_what_ranks_that_have_ended_would_miss_is_refused(rank: int) -> None:
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
     torchring.all_reduce(torch.ones(1))
-
-
-class _Unsendable:
-    def state_dict(self) -> dict[str, Any]:
-        return {"schedule": [1, lambda step: 0.5**step]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AssertionError(state)
+    said = r"^torchring\.shutdown\(\) was called inside torchring\.join\(\); call it after the with block$"
+    with pytest.raises(ValueError, match=said), torchring.join(optimizer):
+        torchring.shutdown()
 
 
 @ranks(2)
@@ -200,6 +202,12 @@ def test_wrong_arguments_are_an_error_on_every_rank(rank: int) -> None:
     model, other = small_model(), small_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
     unlisted = torchring.wrap(torch.optim.SGD(other.parameters(), lr=0.1), other)
+
+    class Unsendable:
+        def state_dict(self) -> dict[str, Any]:
+            return {"schedule": [1, lambda step: 0.5**step]}
+
+        load_state_dict = state_dict
 
     def enter(*objects: Any) -> str:
         def body() -> None:
@@ -216,8 +224,8 @@ def test_wrong_arguments_are_an_error_on_every_rank(rank: int) -> None:
             "TypeError: torchring.join() takes the optimizers that torchring.wrap() has returned, got none"
         )
     assert enter(optimizer, unlisted, 5) == no_state
-    unsendable = enter(optimizer, unlisted, _Unsendable())
-    assert unsendable.startswith("TypeError: schedule[1] of the _Unsendable, of type function, cannot be")
+    unsendable = enter(optimizer, unlisted, Unsendable())
+    assert unsendable.startswith("TypeError: schedule[1] of the Unsendable, of type function, cannot be")
     assert unsendable.endswith("Leave it out, and restore it on all ranks after the with block")
     assert "1 DistributedOptimizers are missing" in enter(optimizer)
     assert enter(*((optimizer, unlisted) if rank else (optimizer, unlisted, 5))).startswith(told)
@@ -274,15 +282,6 @@ def test_all_that_belongs_to_training_is_taken_over_and_nothing_else(rank: int, 
     assert model.cache.tolist() == [[10.0], [11.0, 11.0]][rank]
 
 
-@ranks(2)
-def test_shutdown_inside_the_block_is_an_error() -> None:
-    model = small_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    said = r"^torchring\.shutdown\(\) was called inside torchring\.join\(\); call it after the with block$"
-    with pytest.raises(ValueError, match=said), torchring.join(optimizer):
-        torchring.shutdown()
-
-
 @ranks(2, run_ranks)
 def test_an_exception_on_one_rank_ends_the_block_on_all(rank: int) -> None:
     """At once: the others need not wait for the time-out."""
@@ -315,21 +314,3 @@ def test_an_error_of_a_reduction_reaches_ranks_that_have_ended_too(rank: int) ->
                 loss_on(model, rank, step).backward()
 
     assert attempt(body).startswith("GradientError: rank 2 did not call optimizer.weigh()")
-
-
-@ranks(2)
-def test_replicas_are_compared_again_after_the_block(rank: int) -> None:
-    """A change on one rank is found."""
-    model = small_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    with torchring.join(optimizer):
-        for step in range(3 + 4 * rank):
-            optimizer.zero_grad()
-            loss_on(model, rank, step).backward()
-            optimizer.step()
-    with torch.no_grad():
-        next(model.parameters()).add_(rank)
-    optimizer.zero_grad()
-    loss_on(model, rank, 20).backward()
-    with pytest.raises(torchring.GradientError, match=r"^0\.weight is not the same on all ranks"):
-        optimizer.step()

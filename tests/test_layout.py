@@ -50,24 +50,22 @@ def imports(package: Path = PACKAGE) -> set[tuple[str, str]]:
     return {(room, other if other in ORDER else "__init__") for room, other in found}
 
 
-def upward(seen: set[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [pair for pair in seen if ORDER.index(pair[0]) < ORDER.index(pair[1])]
+def upward(package: Path = PACKAGE) -> list[tuple[str, str]]:
+    return [pair for pair in imports(package) if ORDER.index(pair[0]) < ORDER.index(pair[1])]
 
 
 def test_imports_go_one_way() -> None:
-    seen = imports()
     cellar = {"kernels", "errors", "linux", "threads", "dynamo", "releases", "placement", "safe_files",
               "optimizer_wrapper", "rooms", "observer"}  # fmt: skip
-    assert {room for room, _ in seen} >= {*ORDER} - {*cellar, "__main__"}
-    assert upward(seen) == []
-    assert ("optimizer", "gradients") in seen  # and not the other way round
+    assert {room for room, _ in imports()} >= {*ORDER} - {*cellar, "__main__"}
+    assert upward() == []
 
 
 def test_the_search_for_imports_the_other_way_can_fail(tmp_path: Path) -> None:
     (tmp_path / "optimizer.py").write_text("from torchring.gradients.plan import Plan")
     (tmp_path / "gradients").mkdir()
     (tmp_path / "gradients" / "plan.py").write_text("def f():\n    from torchring.optimizer import wrap")
-    assert upward(imports(tmp_path)) == [("gradients", "optimizer")]
+    assert upward(tmp_path) == [("gradients", "optimizer")]
 
 
 def sort_modules(folder: Path, package: Path) -> list[str]:
@@ -88,41 +86,42 @@ def sort_modules(folder: Path, package: Path) -> list[str]:
     return [*graphlib.TopologicalSorter(graph).static_order()]
 
 
-def test_modules_of_one_folder_import_without_a_cycle() -> None:
+def test_modules_of_one_folder_import_without_a_cycle(tmp_path: Path) -> None:
     folders = {file.parent for room in PACKAGE.iterdir() for file in room.rglob("*.py")} | {PACKAGE}
     assert len(folders) > 10
     for folder in folders:
         sort_modules(folder, PACKAGE)
+    for statement in ("from torchring.world import a", "import torchring.world", "from .world import a"):
+        (tmp_path / "memory.py").write_text(statement)
+        (tmp_path / "world.py").write_text("")
+        assert sort_modules(tmp_path, tmp_path) == ["world", "memory"]
+        (tmp_path / "world.py").write_text("from torchring import memory")
+        with pytest.raises(graphlib.CycleError):
+            sort_modules(tmp_path, tmp_path)
 
 
-@pytest.mark.parametrize(("layer", "above"), [("model", "verdict|show"), ("verdict", "show")])
-def test_folders_of_the_report_import_one_way(layer: str, above: str) -> None:
-    files = [*(PACKAGE / "report" / layer).glob("*.py")]
-    assert len(files) > 3
-    assert [file for file in files if re.search(rf"\btorchring\.report\.({above})\b", file.read_text())] == []
+def test_folders_of_the_report_import_one_way() -> None:
+    for layer, above in (("model", "verdict|show"), ("verdict", "show")):
+        files = [*(PACKAGE / "report" / layer).glob("*.py")]
+        assert len(files) > 3
+        assert [file for file in files if re.search(rf"\btorchring\.report\.({above})\b", file.read_text())] == []
 
 
-@pytest.mark.parametrize(
-    "statement", ["from torchring.world import a", "import torchring.world", "from .world import a"]
-)
-def test_the_search_for_cycles_can_fail(statement: str, tmp_path: Path) -> None:
-    (tmp_path / "memory.py").write_text(statement)
-    (tmp_path / "world.py").touch()
-    assert sort_modules(tmp_path, tmp_path) == ["world", "memory"]
-    (tmp_path / "world.py").write_text("from torchring import memory")
-    with pytest.raises(graphlib.CycleError):
-        sort_modules(tmp_path, tmp_path)
-
-
-def test_few_files_have_one_name() -> None:
+def test_few_files_have_one_name_and_none_is_called_by_what_it_is_not() -> None:
     stems = collections.Counter(file.stem for file in PACKAGE.rglob("*.py") if not file.stem.startswith("__"))
     assert len(twice := sorted(stem for stem, count in stems.items() if count > 1)) <= MOST_STEMS, twice
+    names = {*stems, *(folder.name for folder in PACKAGE.iterdir())}
+    assert names.isdisjoint({"utils", "util", "common", "helpers", "helper", "config", "misc"})
 
 
-def is_import_of_top_level_kernels(node: ast.AST) -> bool:
-    if isinstance(node, ast.Import):
-        return any(alias.name.split(".")[0] == "kernels" for alias in node.names)
-    return isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "kernels"
+def imports_top_level_kernels(source: str) -> bool:
+    for node in ast.walk(parsed(source)) if re.search(r"(import|from) kernels\b", source) else ():
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        if any(name.split(".")[0] == "kernels" for name in names):
+            return True
+    return False
 
 
 def test_nobody_imports_a_top_level_kernels() -> None:
@@ -130,26 +129,16 @@ def test_nobody_imports_a_top_level_kernels() -> None:
     folders = ("torchring", "kernels", "tests", "qa", "examples", "bench")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     assert len(files) > 40
-    files = [file for file in files if re.search(r"(import|from) kernels\b", file.read_text())]
-    guilty = [str(f) for f in files if any(map(is_import_of_top_level_kernels, ast.walk(parsed(f.read_text()))))]
-    assert guilty == []
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("import kernels", True),
-        ("import kernels.pack as p", True),
-        ("from kernels import pack", True),
-        ("from kernels.pack import pack", True),
-        ("from torchring import kernels", False),
-        ("from . import kernels", False),
-        ("import torchring.kernels", False),
-        ("import kernels_of_truth", False),
-    ],
-)
-def test_the_search_for_top_level_kernels_can_fail(code: str, expected: bool) -> None:
-    assert any(map(is_import_of_top_level_kernels, ast.walk(ast.parse(code)))) is expected
+    assert [file for file in files if imports_top_level_kernels(file.read_text())] == []
+    for code in ("import kernels", "import kernels.a as p", "from kernels import a", "from kernels.a import b"):
+        assert imports_top_level_kernels(code), code
+    for code in (
+        "from torchring import kernels",
+        "from . import kernels",
+        "import torchring.kernels",
+        "import kernels_",
+    ):
+        assert not imports_top_level_kernels(code), code
 
 
 # The core, as paths of files and folders below `torchring/`; everything else is a room. `rooms.py` names the rooms.
@@ -188,11 +177,8 @@ def room_imports(package: Path = PACKAGE) -> set[tuple[str, str]]:
     return found
 
 
-def test_the_core_imports_no_room() -> None:
+def test_the_core_imports_no_room(tmp_path: Path) -> None:
     assert room_imports() == set()
-
-
-def test_the_search_for_imported_rooms_can_fail(tmp_path: Path) -> None:
     (tmp_path / "sharding").mkdir()
     (tmp_path / "sharding" / "step.py").touch()
     (tmp_path / "world.py").touch()
@@ -214,18 +200,6 @@ def test_nothing_grows() -> None:
         assert 1_000 < sum(file.read_bytes().count(b"\n") for file in files if file.is_file()) <= most, folders
 
 
-def test_no_room_is_called_by_what_it_is_not() -> None:
-    stems = {file.stem for file in PACKAGE.rglob("*.py")} | {folder.name for folder in PACKAGE.iterdir()}
-    assert stems.isdisjoint({"utils", "util", "common", "helpers", "helper", "config", "misc"})
-
-
-@pytest.mark.parametrize("folder", ["kernels", "bench"])
-def test_folders_of_the_package_at_the_top_are_linked_not_copied(folder: str) -> None:
-    link = PACKAGE / folder
-    assert link.is_symlink()
-    assert link.readlink() == Path("..") / folder
-
-
 def test_top_level() -> None:
     """Of what git knows."""
     names = {name.partition("/")[0] for name in listed()}
@@ -236,3 +210,5 @@ def test_top_level() -> None:
     }
     assert {".gitignore", ".pre-commit-config.yaml", ".ci"} <= names
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+    for folder in ("kernels", "bench"):  # linked, not copied
+        assert (PACKAGE / folder).readlink() == Path("..") / folder

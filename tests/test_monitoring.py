@@ -37,18 +37,14 @@ def test_every_figure_has_a_help_text_and_the_docstring_names_it(figures: dict[s
     assert {*re.findall(r"torchring_(\w+)", torchring.metrics.__doc__ or "")} == names
 
 
-def test_tensorboard(figures: dict[str, float]) -> None:
-    written = []
+def test_tensorboard_and_mlflow(figures: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    written, logged = [], []
     writer: Any = types.SimpleNamespace(add_scalar=lambda *arguments: written.append(arguments))
-    monitoring.log_to_tensorboard(writer, 7)
-    assert written == [(name, value, 7) for name, value in figures.items()]
-
-
-def test_mlflow(figures: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    logged = []
     mlflow = types.SimpleNamespace(log_metrics=lambda values, step: logged.append((values, step)))
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)  # type: ignore[arg-type]
+    monitoring.log_to_tensorboard(writer, 7)
     monitoring.log_to_mlflow(7)
+    assert written == [(name, value, 7) for name, value in figures.items()]
     assert logged == [(figures, 7)]
 
 

@@ -45,9 +45,9 @@ def shares(root: Path, mode: str, size: int, allowed: set[int]) -> list[str]:
     return [in_words(cpu for core in bind(mode, i, size, allowed, root)[0] for cpu in core) for i in range(size)]
 
 
-@pytest.mark.parametrize(
-    ("mode", "size", "expected", "threads"),
-    [
+def test_each_rank_gets_cores_of_its_own_or_a_node(tmp_path: Path) -> None:
+    allowed = machine(tmp_path, TWO_SOCKETS)
+    for mode, size, expected, threads in (
         ("core", 1, ["0-15"], 8),
         ("auto", 2, ["0-3,8-11", "4-7,12-15"], 4),
         ("core", 3, ["0-1,8-9", "2-3,10-11", "4-7,12-15"], 2),
@@ -57,14 +57,9 @@ def shares(root: Path, mode: str, size: int, allowed: set[int]) -> list[str]:
         ("numa", 3, ["0-3,8-11", "0-3,8-11", "4-7,12-15"], 2),
         ("numa", 10, [*["0-3,8-11"] * 5, *["4-7,12-15"] * 5], 1),
         ("none", 3, [""] * 3, 5),
-    ],
-)
-def test_each_rank_gets_cores_of_its_own_or_a_node(
-    tmp_path: Path, mode: str, size: int, expected: list[str], threads: int
-) -> None:
-    allowed = machine(tmp_path, TWO_SOCKETS)
-    assert shares(tmp_path, mode, size, allowed) == expected
-    assert bind(mode, 0, size, allowed, tmp_path)[1] == threads
+    ):
+        assert shares(tmp_path, mode, size, allowed) == expected
+        assert bind(mode, 0, size, allowed, tmp_path)[1] == threads
 
 
 def test_each_rank_has_a_core_and_no_core_is_taken_twice(tmp_path: Path) -> None:
@@ -98,17 +93,20 @@ def test_why_a_rank_runs_where_it_runs(tmp_path: Path) -> None:
     assert bind("auto", 0, 2, allowed, nothing)[2].endswith("as Linux does not say which there are")
     with pytest.raises(ValueError, match="does not say which cores there are"):
         bind("numa", 0, 2, allowed, nothing)
+    assert placement.num_physical({0, 8, 3, 12}, tmp_path) == 3
+    assert placement.num_physical({0, 8, 3, 12}, nothing) == 4
 
 
 def test_without_numa_there_is_one_node(tmp_path: Path) -> None:
     allowed = machine(tmp_path, ([(0,), (1,)],))
     (tmp_path / "devices/system/node/node0/cpulist").unlink()
     assert topology_of(allowed, tmp_path) == [[(0,), (1,)]]
+    assert in_words({5, 2, 0, 1}) == "0-2,5"
+    assert [numbers_in("0-2,5\n"), numbers_in("\n")] == [{0, 1, 2, 5}, set()]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "threads", "cores", "physical", "online", "expected"),
-    [
+def test_advice() -> None:
+    for ranks, threads, cores, physical, online, expected in (
         (2, 1, 16, 8, 16, "set OMP_NUM_THREADS=4"),
         (1, 1, 2, 2, 64, "the rank of this host computes with one thread and may use 2 cores; set OMP_NUM_THREADS=2"),
         (2, 1, 6, 3, 6, ""),
@@ -116,43 +114,28 @@ def test_without_numa_there_is_one_node(tmp_path: Path) -> None:
         (2, 4, 8, 8, 8, ""),
         (2, 1, 1, 1, 8, "the 2 ranks of this host share 1 core of 8; let them run on more of them"),
         (3, 1, 2, 2, 2, ""),  # doctor says so
-    ],
-)
-def test_advice(ranks: int, threads: int, cores: int, physical: int, online: int, expected: str) -> None:
-    found = advice(ranks, threads, cores, physical, online)
-    assert expected in found
-    assert bool(expected) == bool(found)
-
-
-def test_physical_cores(tmp_path: Path) -> None:
-    machine(tmp_path, TWO_SOCKETS)
-    assert placement.num_physical({0, 8, 3, 12}, tmp_path) == 3
-    assert placement.num_physical({0, 8, 3, 12}, tmp_path / "nothing") == 4
-
-
-def test_lists_of_cores() -> None:
-    assert in_words({5, 2, 0, 1}) == "0-2,5"
-    assert numbers_in("0-2,5\n") == {0, 1, 2, 5}
-    assert numbers_in("\n") == set()
+    ):
+        found = advice(ranks, threads, cores, physical, online)
+        assert expected in found
+        assert bool(expected) == bool(found)
 
 
 def test_a_rank_starts_where_it_is_told() -> None:
     """By the variables of torchrun's agent or of Open MPI's mpirun."""
     show = "import os; print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'], os.environ[%r])"
-    command = [sys.executable, "-I", "-S", placement.__file__]
-    program = [sys.executable, "-c", show % placement.PLACE]
     own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     agent = {"RANK": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     mpi = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+
+    def started(mode: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-I", "-S", placement.__file__, mode, sys.executable, "-c", show % placement.PLACE]
+        return subprocess.run(command, env=own | environ, capture_output=True, text=True)
+
     everything = sorted(os.sched_getaffinity(0))
     for environ in (agent, mpi):
-        said = subprocess.run(
-            [*command, "none", *program], env={**own, **environ}, capture_output=True, text=True
-        ).stdout
-        assert said == f"{everything} {len(everything)} ranks are not bound to cores, as --bind none asks\n"
-    ran = subprocess.run(
-        [*command, "core", *program], env={**own, **agent, "LOCAL_WORLD_SIZE": "9999"}, capture_output=True, text=True
-    )
+        said = f"{everything} {len(everything)} ranks are not bound to cores, as --bind none asks\n"
+        assert started("none", environ).stdout == said
+    ran = started("core", {**agent, "LOCAL_WORLD_SIZE": "9999"})
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith("torchring run: --bind core needs a physical core for each rank, and 9999 ranks have ")
 
