@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = {
     "torchring/gradients/hooks.py": ("gradients/test_hooks gradients/test_backward", ""),
     "torchring/gradients/reducer.py": (
-        "gradients/test_hooks optimizer/test_mistakes participants/test_module_wrappers gradients/test_backward "
+        "gradients/test_hooks optimizer/test_mistakes participants/test_ownership gradients/test_backward "
         "gradients/test_weights optimizer/test_semantics observe/test_recorder optimizer/test_options",
         "not (test_recorder or test_options) or closure or another_model_or_option",
     ),
@@ -78,7 +78,10 @@ TESTS = {
         "optimizer/test_semantics optimizer/test_parity devices/test_opening",
         "not test_opening or several_gpus_of_one_host",
     ),
-    "torchring/participants/sparse.py": ("participants/test_sparse", ""),
+    "torchring/participants/sparse.py": (
+        "optimizer/test_semantics optimizer/test_mistakes",
+        "sparse or refused or three",
+    ),
     "torchring/gradients/agreement.py": (
         "gradients/test_hooks optimizer/test_options optimizer/test_semantics optimizer/test_parity "
         "optimizer/test_contract devices/test_device devices/test_device_faults devices/test_on_device",

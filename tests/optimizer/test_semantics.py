@@ -139,6 +139,54 @@ def _thawed_on_accumulation(side: Side) -> Sequence[Any]:
     return values(model)
 
 
+# Sparse gradients
+
+
+# Rows of a table that each rank looks up, in each of a few backwards.
+_LOOKED_UP: Final[list[tuple[list[int], ...]]] = [
+    ([0, 3], [2, 6], [3, 3, 6]),
+    ([1, 4], [4, 1], [4]),  # the same rows
+    ([5, 5, 5, 0], [2], []),
+    ([], [], []),
+    ([3, 3, 1], [3, 1, 1, 3], [0]),
+    ([], [2, 2, 4], []),
+    ([0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0], [1]),
+    ([2, 2], [3], [2]),
+]
+
+
+def _sparse(side: Side, kind: str, options: dict[str, Any]) -> Sequence[Any]:
+    """kind: "step" makes a step after each backward, "sum" too, with op="sum"; "twice", "no_sync" after every other."""
+    torch.manual_seed(5)
+    table = nn.Embedding(7, 3, sparse=side.is_wrapped or kind == "SparseAdam", dtype=torch.float64)
+    head = nn.Linear(3, 2).double()
+    model = table if kind == "SparseAdam" else nn.ModuleList([table, head])
+    kind_of = torch.optim.SparseAdam if kind == "SparseAdam" else torch.optim.SGD
+    optimizer = side.wrap(kind_of(model.parameters(), lr=0.1), model, **options)
+    seen: list[Any] = []
+
+    def loss(rank: int, rows: Sequence[int]) -> Tensor:
+        of_head = head(torch.ones(3).double()).square().sum()
+        value = of_head + table(torch.tensor(rows)).square().sum() if rows else of_head
+        return value / torchring.size() if kind == "sum" and side.is_wrapped else value
+
+    for i, per_rank in enumerate(_LOOKED_UP):
+        if kind == "SparseAdam" and not all(per_rank):
+            continue
+        is_last = kind not in ("twice", "no_sync") or i % 2 == 1
+        with optimizer.no_sync() if side.is_wrapped and kind == "no_sync" and not is_last else nullcontext():
+            side.mean(lambda rank, per_rank=per_rank: loss(rank, per_rank[rank])).backward()
+        if is_last:
+            grad = table.weight.grad
+            if side.is_wrapped and grad is not None:
+                assert grad.is_sparse
+                assert grad.is_coalesced() or torchring.size() == 1
+            seen += [None if grad is None else grad.to_dense().clone()]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=i % 4 != 1)
+    return [*seen, *values(model)]
+
+
 # Backwards inside of backwards, and steps inside of methods
 
 
@@ -661,6 +709,11 @@ CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "unfreezing with micro-steps": (_thawed_on_accumulation,),
         "summed": (summed, None),
     },
+    "sparse": {
+        "on a thread": (_sparse, "step", {"overlap": "thread"}),
+        **{kind: (_sparse, kind, {}) for kind in ("step", "twice", "no_sync", "SparseAdam")},
+        "sum": (_sparse, "sum", {"op": "sum"}),
+    },
     "the graph": {
         **{
             f"checkpoints: {how}": (checkpointed, how, {})
@@ -739,13 +792,14 @@ def test_ranks_train_as_one_process(about: str, subtests: pytest.Subtests) -> No
 
 
 def test_a_world_of_one_does_too(subtests: pytest.Subtests) -> None:
-    cases = CASES["several"] | {"a group is added": (_grown,)}
+    cases = CASES["several"] | {"a group is added": (_grown,), "sparse": (_sparse, "twice", {})}
     del cases["models in another order"]
     assert_each_as_one_process(cases, subtests, world_size=1)
 
 
 def test_three_ranks_do_too(subtests: pytest.Subtests) -> None:
-    assert_each_as_one_process({"models in another order": (_in_another_order,)}, subtests, world_size=3)
+    cases = CASES["sparse"] | {"models in another order": (_in_another_order,)}
+    assert_each_as_one_process(cases, subtests, world_size=3)
 
 
 def _forgets_to_wrap(side: Side) -> Sequence[Any]:

@@ -1,88 +1,182 @@
-"""Parameters that no wrapped optimizer has, and those that belong to a rank on purpose."""
+"""Who else trains the parameters: DDP and FSDP around them, other optimizers, and a rank on purpose.
+
+DDP or FSDP around a parameter that torchring reduces is an error, whichever came first; around others it is none. For
+parameters that no wrapped optimizer has see optimizer/test_mistakes.py.
+"""
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
-import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import ShardingStrategy as Shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as plain
 
 import torchring
 from tests.support.checks import assert_same_everywhere, logged
 from tests.support.harness import ranks, run_ranks
-from tests.support.training import attempt, loss_on, momentum, small_model, values
-
-_NUM_STEPS = 5
+from tests.support.training import Side, attempt, loss_on, momentum, small_model, train, values
 
 
-def _assign(model: nn.Module) -> None:
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-class _Fixed(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.layer(x)
+def _train(net: nn.Module, optimizer: Any, rank: int, steps: int = 1) -> None:
+    train(Side((rank,), True), net, optimizer, range(steps))
 
 
-_REPLACED = "is not a parameter of the model any more"
-_BY_SGD = "4.weight, 4.bias get gradients that nobody reduces: each rank would train alone what its SGD"
-_NEW_HEAD = f"the 4.weight that was wrapped {_REPLACED}, and 4.weight, 4.bias get gradients that nobody reduces"
-_ADDED = "5.weight, 5.bias get gradients that nobody reduces, because no optimizer has"
-_UNFROZEN = "because no optimizer has what was added to the model or unfrozen"
-# Layers that are trained, before which step what is done to the model, and words of the error.
-_CASES: dict[str, tuple[range, int, Callable[[Any], Any], str]] = {
-    "plain optimizer": (range(3), 0, lambda model: None, _BY_SGD),
-    "assigned early": (range(5), 0, _assign, _REPLACED),
-    "assigned": (range(5), 1, _assign, _REPLACED),
-    "new head": (range(5), 0, lambda model: model.__setitem__(4, nn.Linear(3, 2).double()), _NEW_HEAD),
-    "added": (range(5), 2, lambda model: model.append(nn.Linear(2, 2).double()), _ADDED),
-    "parametrized": (range(5), 2, lambda model: parametrizations.weight_norm(model[2]), _REPLACED),
-    "unfrozen": (range(3), 3, lambda model: model[4].requires_grad_(True), _UNFROZEN),
-    "earlier": (range(2, 5), 1, lambda model: delattr(model[3], "auxiliary"), ""),
-}
+def _fsdp(model: nn.Module, use_orig_params: bool, strategy: Shard = Shard.FULL_SHARD) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return FullyShardedDataParallel(
+            model, use_orig_params=use_orig_params, sharding_strategy=strategy, device_id=torch.device("cpu")
+        )
 
 
-@pytest.mark.parametrize("case", _CASES)
-@ranks(2)
-def test_trained_parameters_belong_to_a_wrapped_optimizer(case: str, rank: int) -> None:
-    """The error comes on all ranks, before the optimizer has stepped by gradients through other layers."""
-    trained, when, change, said = _CASES[case]
-    model = small_model()
-    others = [momentum(model[4])] if case == "plain optimizer" else []
-    model[4].requires_grad_(case != "unfrozen")
-    if case == "earlier":  # gradients of an earlier training, of what is not trained any more
-        loss_on(model, rank, 0).backward()
-        for p in model[0].parameters():
-            p.grad = torch.zeros_like(p)
-        model[0] = _Fixed(model[0])
-        model[3].register_module("auxiliary", nn.Linear(2, 2).double())
-    own = [p for i in trained for p in model[i].parameters()]
-    optimizer = torchring.wrap(torch.optim.SGD(own, lr=0.1), model)
+# With a model, and `wrap(*given)`, which wraps an optimizer of it.
+Mistake = Callable[[Any, Callable[..., Any], int], object]
 
-    def train() -> None:
-        for step in range(_NUM_STEPS):
-            if step == when:
-                change(model)
-            optimizer.zero_grad()
-            loss_on(model, rank, step).backward()
-            for other in others:
-                other.step()
-                other.zero_grad()
-            optimizer.step()
 
-    error = attempt(train)
-    assert error.startswith("GradientError: ") == bool(said), error
-    assert said in error
-    assert_same_everywhere(own)
+def _first(around: Callable[[Any], Any], *, is_given: bool = True) -> Mistake:
+    return lambda model, wrap, rank: [around(model), wrap(*([model] if is_given else []))]
+
+
+def _later(around: Callable[[Any], Any], steps: int = 0) -> Mistake:
+    def make(model: Any, wrap: Callable[..., Any], rank: int) -> None:
+        optimizer = wrap(model)
+        _train(model, optimizer, rank, steps)
+        _train(around(model), optimizer, rank)
+
+    return make
+
+
+class _Mine(DistributedDataParallel):
+    pass
+
+
+def _with_a_hook(model: nn.Module) -> nn.Module:
+    net = DistributedDataParallel(model)
+    net.register_comm_hook(None, default_hooks.allreduce_hook)
+    return net
+
+
+def _parameters_added_later(model: Any, wrap: Callable[..., Any], rank: int) -> None:
+    part = nn.Linear(2, 2).double()
+    net = DistributedDataParallel(part)
+    optimizer = wrap(model)
+    _train(model, optimizer, rank, steps=2)
+    optimizer.add_param_group({"params": list(part.parameters())})
+    _train(nn.Sequential(model, net), optimizer, rank)
+
+
+def _parameters_thawed_later(model: Any, wrap: Callable[..., Any], rank: int) -> None:
+    part = model[4].requires_grad_(False)
+    optimizer = wrap(model)
+    net = DistributedDataParallel(part.requires_grad_(True))
+    _train(nn.Sequential(model[:4], net), optimizer, rank)
+
+
+def _fsdp_first(use_orig_params: bool) -> Mistake:
+    return lambda model, wrap, rank: [net := _fsdp(model, use_orig_params), torchring.wrap(_sgd(net))]
+
+
+_DDP, _FSDP = DistributedDataParallel, "FullyShardedDataParallel"
+_OTHER = "not a parameter of the model any more"
+# The mistake, the type of the error, and what it names
+_MISTAKES: Final[list[tuple[Mistake, str, str, str]]] = [
+    (_first(_DDP), "ValueError", "0.weight", "DistributedDataParallel"),
+    (_first(_DDP, is_given=False), "ValueError", "group0.param0", "DistributedDataParallel"),
+    (lambda model, wrap, rank: wrap(_DDP(model)), "ValueError", "the model", "DistributedDataParallel"),
+    (_first(lambda model: _DDP(model[2])), "ValueError", "2.weight", "DistributedDataParallel"),
+    (_first(_Mine), "ValueError", "0.weight", "Mine"),
+    (_later(_DDP), "GradientError", "0.weight", "DistributedDataParallel"),
+    # When buckets have been laid out anew.
+    (_later(_with_a_hook, steps=3), "GradientError", "0.weight", "DistributedDataParallel"),
+    (_later(replicate), "GradientError", "0.weight", "DistributedDataParallel"),
+    (_parameters_added_later, "ValueError", "group1.param0", "DistributedDataParallel"),
+    (_parameters_thawed_later, "GradientError", "4.weight", "DistributedDataParallel"),
+    (_fsdp_first(True), "ValueError", "group0.param0", _FSDP),
+    (_fsdp_first(False), "ValueError", "group0.param0", _FSDP),
+    (_later(lambda model: _fsdp(model, True)), "GradientError", "0.weight", _FSDP),
+    (_later(lambda model: _fsdp(model, True, Shard.NO_SHARD)), "GradientError", "0.weight", _FSDP),
+    (_later(lambda model: _fsdp(model, False)), "GradientError", "0.weight", _OTHER),
+    (_first(fully_shard, is_given=False), "ValueError", "group0.param0", "DTensor"),
+    (_first(fully_shard), "ValueError", "the model", "FSDPSequential"),
+    (_later(fully_shard), "GradientError", "0.weight", _OTHER),
+]
+
+
+def _drop_in_a_cycle(model: nn.Module) -> None:
+    cycle: list[Any] = [DistributedDataParallel(model)]
+    cycle.append(cycle)
+
+
+def _told_to_ignore(model: nn.Module) -> nn.Module:
+    both = nn.ModuleDict({"mine": model, "theirs": nn.Linear(2, 2).double()})
+    ignored = [name for name, _ in both.named_parameters() if name.startswith("mine")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(both, ignored)
+    return DistributedDataParallel(both)
+
+
+def _refused_by_ddp(model: nn.Module) -> Exception | None:
+    """An exception, which holds the half-made DDP."""
+    try:
+        DistributedDataParallel(model, device_ids=[0, 1])
+    except ValueError as error:
+        return error
+    return None
+
+
+# What is done to the model before it is wrapped, and after that. What it returns is kept.
+_NO_MISTAKES: Final[list[tuple[Callable[[nn.Module], object], Callable[[nn.Module], object]]]] = [
+    (lambda model: DistributedDataParallel(model) and None, lambda model: None),
+    (lambda model: None, lambda model: DistributedDataParallel(model) and None),
+    (_drop_in_a_cycle, lambda model: None),
+    (lambda model: DistributedDataParallel(small_model()), lambda model: None),
+    (_told_to_ignore, lambda model: None),
+    (_refused_by_ddp, lambda model: None),
+]
+
+
+@ranks(2, start=run_ranks)
+def test_ddp_and_fsdp(rank: int) -> None:
+    gc.freeze()  # what was imported: each case collects garbage, which takes 0.2 s otherwise
+    dist.init_process_group("gloo")
+    for number, (mistake, kind, *fragments) in enumerate(_MISTAKES):
+        model, wrapped = small_model(), []
+
+        def wrap(*given: nn.Module, model: nn.Module = model, wrapped: list[Any] = wrapped) -> Any:
+            wrapped.append(torchring.wrap(_sgd(model), *given))
+            return wrapped[0]
+
+        problem = attempt(lambda mistake=mistake, model=model, wrap=wrap: mistake(model, wrap, rank))
+        assert problem.startswith(f"{kind}: "), f"{number}: {problem or 'no error'}"
+        for fragment in (*fragments, "bare model", "Accelerate", "Trainer", "Lightning"):
+            assert fragment in problem, f"{number}: {fragment!r} is not in {problem}"
+        for optimizer in wrapped:
+            optimizer.close()
+    right = small_model()
+    train(Side((0, 1), False), right, _sgd(right), range(2))
+    for before, after in _NO_MISTAKES:
+        model = small_model()
+        kept = [before(model)]
+        optimizer = torchring.wrap(_sgd(model), model)
+        kept.append(after(model))
+        _train(model, optimizer, rank, 2)
+        torch.testing.assert_close(values(model), values(right), rtol=1e-12, atol=1e-12)
+        optimizer.close()
+    torchring.shutdown()
+    dist.destroy_process_group()
 
 
 @ranks(2)
@@ -109,71 +203,47 @@ def test_ignored_parameters_and_buffers_belong_to_a_rank(rank: int) -> None:
     optimizer.close()
 
 
-@ranks(2)
-def test_a_closure_that_adds_a_parameter_past_torchring_ends_before_the_update(rank: int) -> None:
-    model, extra = small_model(), nn.Parameter(torch.ones(2, dtype=torch.float64))
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-
-    def closure() -> torch.Tensor:
-        loss = loss_on(model, rank, 0) + (1 + rank) * extra.sum()
-        loss.backward()
-        optimizer.param_groups[0]["params"].append(extra)
-        return loss
-
-    assert "came there past torchring" in attempt(lambda: optimizer.step(closure))
-    assert extra.tolist() == [1, 1]
-
-
-def test_wrong_things_to_ignore_are_refused() -> None:
-    model = small_model()
-    wrap: Callable[..., Any] = torchring.wrap
-    for ignore, error in {
-        "0": "TypeError: ignore takes a list",
-        ("5",): "ValueError: ignore has '5', which is no parameter, buffer or module of the model",
-        (nn.Linear(1, 1),): "ValueError: ignore has a Linear",
-        (0,): "TypeError: ignore takes names, modules and parameters, got a int",
-    }.items():
-        assert error in attempt(lambda ignore=ignore: wrap(momentum(model), model, ignore=ignore))
-    assert "pass the model" in attempt(lambda: torchring.wrap(momentum(model), ignore=["0"]))
-
-
-_BESIDE = {  # what is logged of an optimizer beside the wrapped one: the parameter, and its way
+_BESIDE: Final = {  # what is logged of an optimizer beside the wrapped one: the parameter, and its way
     "loss": "a SGD that was not wrapped steps the weight of a Linear",
     "backbone": "a SGD that was not wrapped steps a parameter of shape (2, 2)",
     "wrapped": "",
+    "wrapped, scheduled long before": "",
     "ignored": "",
     "model of its own": "",
     "zeroed before": "",
 }
 
 
-@pytest.mark.parametrize("case", _BESIDE)
 @ranks(2, start=run_ranks)
-def test_a_plain_optimizer_that_the_same_backward_reaches_is_named_once(case: str, rank: int) -> None:
-    model, loss, backbone = nn.Linear(2, 2), nn.Linear(2, 1), nn.Parameter(torch.eye(2))
-    own = [backbone] if case == "backbone" else [*loss.parameters()]
-    stepped = torch.optim.SGD(own, lr=0.1)
-    if case == "wrapped":
-        stepped = torchring.wrap(stepped, loss)
-    whole, ignore = (nn.ModuleList([model, loss]), [loss]) if case == "ignored" else (model, [])
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), whole, ignore=ignore)
-    with logged() as lines:
-        for _ in range(4):
-            optimizer.zero_grad()
-            stepped.zero_grad()
-            y = model(torch.randn(3, 2) @ backbone)
-            if case == "model of its own":
-                y.sum().backward()
-                loss(y.detach()).sum().backward()
-            elif case == "zeroed before":
-                stepped.step()
-                y.sum().backward()
-            else:
-                loss(y).sum().backward()
-            optimizer.step()
-            stepped.step()
-    assert len(lines) == (rank == 0 and bool(_BESIDE[case])), lines
-    assert all(line.startswith(_BESIDE[case]) for line in lines), lines
-    torchring.shutdown()
-    assert not plain._global_optimizer_pre_hooks
-    assert not own[0]._post_accumulate_grad_hooks
+def test_a_plain_optimizer_that_the_same_backward_reaches_is_named_once(rank: int) -> None:
+    for case, said in _BESIDE.items():
+        model, loss, backbone = nn.Linear(2, 2), nn.Linear(2, 1), nn.Parameter(torch.eye(2))
+        own = [backbone] if case == "backbone" else [*loss.parameters()]
+        stepped: Any = torch.optim.SGD(own, lr=0.1)
+        if case.startswith("wrapped"):
+            stepped = torchring.wrap(stepped, loss)
+        whole, ignore = (nn.ModuleList([model, loss]), [loss]) if case == "ignored" else (model, [])
+        optimizer = torchring.wrap(_sgd(model), whole, ignore=ignore)
+        schedule = torch.optim.lr_scheduler.StepLR(stepped, 100)
+        with logged() as lines, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for step in range(21 if "scheduled" in case else 4):
+                optimizer.zero_grad()
+                stepped.zero_grad()
+                y = model(torch.randn(3, 2) @ backbone)
+                if case == "model of its own":
+                    y.sum().backward()
+                    loss(y.detach()).sum().backward()
+                elif case == "zeroed before" or ("scheduled" in case and step < 20):
+                    stepped.step() if case == "zeroed before" else None
+                    y.sum().backward()
+                else:
+                    loss(y).sum().backward()
+                optimizer.step()
+                stepped.step() if "scheduled" not in case or step == 20 else None
+                schedule.step()
+        assert len(lines) == (rank == 0 and bool(said)), (case, lines)
+        assert all(line.startswith(said) for line in lines), (case, lines)
+        torchring.shutdown()
+        assert not plain._global_optimizer_pre_hooks
+        assert not own[0]._post_accumulate_grad_hooks

@@ -1,21 +1,30 @@
-"""When replicas are compared, what is watched, how an alarm is followed up. For what is found: test_mistakes.py."""
+"""Replicas that become different: what is watched, when replicas are compared, who is named.
+
+For what changes them, and what optimizers must have in common, see optimizer/test_mistakes.py.
+"""
 
 from __future__ import annotations
 
 import itertools
-import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import torchring
+from tests.support.checks import assert_same_everywhere, digest, logged
 from tests.support.harness import ranks
-from tests.support.training import attempt
+from tests.support.training import TINY_MB, Side, attempt, loss_on, momentum, small_model, train
+from torchring.errors import GradientError
 from torchring.gradients.reduction import Reduction, Said
-from torchring.gradients.views import CAN_SWAP
 from torchring.participants import replicas
+
+# When replicas are compared
 
 
 class CountingCheck(replicas.ReplicaCheck):
@@ -35,16 +44,14 @@ class CountingCheck(replicas.ReplicaCheck):
             for index in indices:
                 self.parameters[index].add_(1)
 
+    def step(self) -> None:
+        """What DistributedOptimizer.step() does: it asks, writes to all parameters, and accepts. That is no change."""
+        self.has_changed()
+        self.write(*range(len(self.parameters)))
+        self.accept()
 
-def finish_reduction(check: replicas.ReplicaCheck, number: int = 0, *, alarmed: bool = False) -> None:
-    check.on_reduced(Reduction(number, said=Said({"parameters_changed": [alarmed]})))
-
-
-def step(check: CountingCheck) -> None:
-    """What DistributedOptimizer.step() does: it asks, writes to all parameters, and accepts. That is no change."""
-    check.has_changed()
-    check.write(*range(len(check.parameters)))
-    check.accept()
+    def finish_reduction(self, number: int = 0, *, alarmed: bool = False) -> None:
+        self.on_reduced(Reduction(number, said=Said({"parameters_changed": [alarmed]})))
 
 
 def test_a_change_is_remembered_until_all_ranks_were_told() -> None:
@@ -53,94 +60,317 @@ def test_a_change_is_remembered_until_all_ranks_were_told() -> None:
     check.write(0)
     assert not check.has_changed()  # nothing is watched before the first step: the first reduction compares anyway
     for _ in range(4):
-        step(check)
+        check.step()
         assert not check.has_changed()
-    finish_reduction(check, alarmed=True)  # of another rank
+    check.finish_reduction(alarmed=True)  # of another rank
     assert not check.has_changed()
     check.write(1)
-    step(check)
+    check.step()
     assert check.has_changed()
-    finish_reduction(check)  # a reduction whose message was sent before
+    check.finish_reduction()  # a reduction whose message was sent before
     assert check.has_changed()
-    finish_reduction(check, alarmed=True)
+    check.finish_reduction(alarmed=True)
     assert not check.has_changed()
-    for _ in range(2):
-        check.write(1)
-        assert check.has_changed()
-        finish_reduction(check, alarmed=True)
-        assert not check.has_changed()
 
 
-def test_of_many_parameters_some_are_watched_all_over_the_model() -> None:
-    for count in (1, replicas._WATCHED, replicas._WATCHED + 1, 100, 2 * replicas._WATCHED, 1000):
-        check = CountingCheck(count)
-        check.accept()
-        place = {id(parameter): i for i, parameter in enumerate(check.parameters)}
-        watched = [place[id(parameter)] for parameter, _ in check._watched]
-        assert 0 < len(watched) <= replicas._WATCHED
-        gaps = [b - a for a, b in itertools.pairwise([*watched, count])]
-        assert max(gaps) <= 1 + count // replicas._WATCHED
+def test_of_many_parameters_some_are_watched_all_over_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_WATCHED", 8)
+    for count in (1, 8, 9, 16, 100):
+        check, watched = CountingCheck(count), []
         for index in range(count):
-            check._changed = False
+            check.step()
             check.write(index)
-            assert check.has_changed() is (index in watched)
-            check._watched = [(p, p._version) for p, _ in check._watched]
+            if check.has_changed():
+                watched.append(index)
+                check.finish_reduction(alarmed=True)
+        assert 0 < len(watched) <= 8
+        assert max(b - a for a, b in itertools.pairwise([*watched, count])) <= 1 + count // 8
 
 
 def test_alarms_are_followed_up_ever_more_rarely_and_the_rhythm_goes_on() -> None:
-    check = CountingCheck(1)
-    due = []
-    for turn in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
-        before = check.num_checks
-        finish_reduction(check, turn, alarmed=turn > 0)
-        if check.num_checks > before:
-            due.append(turn)
-    assert due == [0, 1, 2, 4, 8, 16, 32, 64, 100, 128, 200]
-    check = CountingCheck(1)
-    for number in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
-        finish_reduction(check, number)
-    assert check.num_checks == 3  # without alarms
+    for has_alarms, expected in ((True, [0, 1, 2, 4, 8, 16, 32, 64, 100, 128, 200]), (False, [0, 100, 200])):
+        check, due = CountingCheck(1), []
+        for turn in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
+            before = check.num_checks
+            check.finish_reduction(turn, alarmed=has_alarms and turn > 0)
+            if check.num_checks > before:
+                due.append(turn)
+        assert due == expected
 
 
-class _OfItsOwn(torch.optim.SGD):
-    """Keeps whatever it likes where others have a dict with a number of steps, from the first step on."""
-
-    def step(self, closure: Any = None) -> None:
-        for i, p in enumerate(self.param_groups[0]["params"]):
-            self.state[p] = {"step": [1, 2]} if i else torch.ones_like(p)
+# A change on one rank
 
 
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("lr", "lr of param_groups.0. is 0.2 on rank 1, 0.1 on rank 0, so the next step"),
-        ("weight_decay", "weight_decay of param_groups.0. is 0.1 on rank 1, 0.0 on rank 0"),
-        ("state", "(?s)step of param_groups.0. is 0.0 on rank 1, 1.0 on rank 0.*broadcast_optimizer_state"),
-        *((harmless, "^$") for harmless in ("name", "shard", "schedule", "of its own")),
-    ],
-)
-@ranks(2)
-def test_optimizers_that_would_step_in_another_way_are_refused(
-    case: str, said: str, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replicas, "STEPS_BETWEEN_CHECKS", 1)
-    model = torch.nn.Linear(3, 2)
-    plain = (_OfItsOwn if case == "of its own" else torch.optim.AdamW)(model.parameters(), lr=0.1)
-    optimizer = torchring.wrap(plain, model, shard=CAN_SWAP and case == "shard")
-    if case == "state" and rank == 0:
-        trained = torch.optim.AdamW(other := [p.detach().clone() for p in model.parameters()])
-        for p in other:
-            p.grad = torch.ones_like(p)
-        trained.step()
-        optimizer.load_state_dict(trained.state_dict() | {"param_groups": plain.state_dict()["param_groups"]})
-    optimizer.param_groups[0] |= {
-        "lr": {"lr": 0.1 + 0.1 * rank},
-        "weight_decay": {"weight_decay": 0.1 * rank},
-        "name": {"name": f"of rank {rank}"},
-        "schedule": {"lr": torch.tensor(0.1)},
-    }.get(case, {})
-    found = attempt(lambda: model(torch.ones(1, 3)).sum().backward())
-    assert re.search(said, found.removeprefix("GradientError: ")), found
-    if not found:
+@dataclass
+class Watched:
+    """A training, and what one rank does to it."""
+
+    model: Any
+    train_step: Callable[[int], object]
+    change: Callable[[], object]
+    name: str = "2.bias"  # of the parameter that is named; "": whichever
+    latest: int = 1  # so many steps later, it is found
+
+
+def _watched(change: Callable[[Any, Any], object], name: str = "2.bias", latest: int = 1) -> Callable[..., Watched]:
+    """An ordinary training, of which also the first layer is frozen."""
+
+    def make(rank: int, options: dict[str, Any]) -> Watched:
+        model = small_model()
+        model[0].requires_grad_(name != "0.weight")
+        optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB, **options)
+        return Watched(
+            model,
+            lambda step: train(Side((rank,), True), model, optimizer, [step]),
+            lambda: change(model, optimizer),
+            name,
+            latest,
+        )
+
+    return make
+
+
+@torch.no_grad()
+def _add(parameter: torch.Tensor, value: float = 1e-6) -> None:
+    parameter.view(-1)[1] += value
+
+
+def _in_the_middle(rank: int, options: dict[str, Any]) -> Watched:
+    """Between backward and step, where the alarm can travel with the next backward only."""
+    model = small_model()
+    optimizer = torchring.wrap(momentum(model), model, **options)
+    changes: list[None] = []
+
+    def before_step(step: int) -> None:
+        if changes:
+            _add(model[2].bias)
+            changes.clear()
+
+    def train_step(step: int) -> None:
+        train(Side((rank,), True), model, optimizer, [step], before_step=before_step)
+
+    return Watched(model, train_step, lambda: changes.append(None))
+
+
+def _with_a_closure(rank: int, options: dict[str, Any]) -> Watched:
+    """Which evaluates the model itself."""
+    model = small_model()
+    optimizer = torchring.wrap(momentum(model), model, **options)
+
+    def train_step(step: int) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_on(model, rank, step)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    return Watched(model, train_step, lambda: _add(model[2].bias))
+
+
+def _all_sparse(rank: int, options: dict[str, Any]) -> Watched:
+    """No bucket that the alarm could travel with."""
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = torchring.wrap(torch.optim.SGD(table.parameters(), lr=0.5), table, **options)
+
+    def train_step(step: int) -> None:
+        optimizer.zero_grad()
+        table(torch.tensor([0, 1])).sum().backward()
         optimizer.step()
-        model(torch.ones(1, 3)).sum().backward()
+
+    return Watched(table, train_step, lambda: _add(table.weight), "weight")
+
+
+def _beside_another_optimizer(rank: int, options: dict[str, Any]) -> Watched:
+    """Each of which watches its own."""
+    models = [small_model(), small_model()]
+    first, second = (torchring.wrap(momentum(model), model, **options) for model in models)
+
+    def train_step(step: int) -> None:
+        first.zero_grad()
+        second.zero_grad()
+        sum(loss_on(model, rank, step) for model in models).backward()  # type: ignore[union-attr]
+        first.step()
+        second.step()
+
+    return Watched(models[1], train_step, lambda: _add(models[1][2].bias))
+
+
+def _among_the_same(rank: int, options: dict[str, Any]) -> Watched:
+    """All ranks change everything in every step, too."""
+    model = small_model()
+    optimizer = torchring.wrap(momentum(model), model, **options)
+
+    @torch.no_grad()
+    def clip(step: int) -> None:
+        for parameter in model.parameters():
+            parameter.mul_(0.99)
+
+    def train_step(step: int) -> None:
+        train(Side((rank,), True), model, optimizer, [step])
+        clip(step)
+
+    return Watched(model, train_step, lambda: _add(model[2].bias), latest=_RHYTHM)
+
+
+_RHYTHM: Final = 12
+CHANGES: Final[dict[str, Callable[[int, dict[str, Any]], Watched]]] = {
+    "in place": _watched(lambda model, it: _add(model[2].bias), latest=0),
+    "load_state_dict": _watched(
+        lambda model, it: model.load_state_dict({**model.state_dict(), "2.bias": torch.ones(3)}), latest=0
+    ),
+    "data": _watched(lambda model, it: _add(model[2].bias.data), latest=_RHYTHM),
+    "data, another tensor": _watched(
+        lambda model, it: setattr(model[2].bias, "data", model[2].bias.data + 1e-6), latest=_RHYTHM
+    ),
+    "a learning rate": _watched(lambda model, it: it.param_groups[0].update(lr=0.15), "", _RHYTHM),
+    "optimizer state": _watched(lambda model, it: it.state[model[2].bias]["momentum_buffer"].add_(1e-3), "", _RHYTHM),
+    "frozen": _watched(lambda model, it: _add(model[0].weight), "0.weight", _RHYTHM),
+    "between backward and step": _in_the_middle,
+    "with a closure": _with_a_closure,
+    "all sparse": _all_sparse,
+    "beside another optimizer": _beside_another_optimizer,
+    "among the same changes": _among_the_same,
+}
+
+
+@pytest.mark.parametrize(("world_size", "culprit", "options"), [(2, 1, {}), (2, 0, {}), (3, 2, {"overlap": "thread"})])
+@ranks()
+def test_a_change_on_one_rank_is_found_by_all_in_the_same_step(
+    world_size: int, culprit: int, options: dict[str, Any], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before anything is stepped. Rank 0 is the standard: with two ranks nobody can tell whose fault it is."""
+    monkeypatch.setattr(replicas, "STEPS_BETWEEN_CHECKS", _RHYTHM)
+    named = (culprit,) if culprit else tuple(range(1, world_size))
+    for case, make in CHANGES.items():
+        print(case)  # the last one in the output is the one that failed
+        watched = make(rank, options)
+        error = None
+        for step in range(30):
+            if step == 3 and rank == culprit:
+                watched.change()
+            before = digest(watched.model.parameters())
+            try:
+                watched.train_step(step)
+            except GradientError as raised:
+                error = raised
+                break
+        assert error is not None
+        assert torchring.all_gather_object(step) == [step] * world_size
+        assert 3 <= step <= 3 + watched.latest
+        assert digest(watched.model.parameters()) == before or case == "between backward and step"
+        assert (error.peers, error.rank) == (named, rank)
+        name = watched.name or error.parameters[0]
+        assert watched.name in ("", *error.parameters)
+        assert str(error).startswith(f"{name} is not the same on all ranks: rank")
+        assert ("broadcast_parameters" in str(error)) == (case != "a learning rate")
+        torchring.shutdown()
+
+
+def _train_on(model: nn.Module, optimizer: Any, rank: int, steps: range) -> Iterator[int]:
+    """An ordinary training."""
+    for step in steps:
+        train(Side((rank,), True), model, optimizer, [step])
+        yield step
+
+
+@ranks(2)
+def test_the_same_change_on_all_ranks_is_no_error(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "STEPS_BETWEEN_CHECKS", 3)
+    model = small_model()
+    optimizer = torchring.wrap(momentum(model), model)
+    for step in _train_on(model, optimizer, rank, range(12)):
+        with torch.no_grad():  # weight clipping, in every step
+            for parameter in model.parameters():
+                parameter.clamp_(-0.5, 0.5)
+        if step == 5:
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 0.5
+        if step == 7:
+            model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+    assert_same_everywhere(model.parameters())
+
+
+@ranks(2)
+def test_replicas_that_differ_from_the_beginning(rank: int) -> None:
+    for is_synchronized, name in ((True, "0.bias"), (False, "0.weight")):
+        model = small_model(seed=rank)
+        optimizer = torchring.wrap(momentum(model), model, sync_initial_state=is_synchronized)
+        if is_synchronized and rank == 1:
+            model[0].bias.data += 1
+        problem = attempt(lambda model=model, it=optimizer: train(Side((rank,), True), model, it, [0]))
+        assert problem.startswith(f"GradientError: {name} is not the same on all ranks: rank 1 differ")
+        optimizer.close()
+
+
+@ranks(2)
+def test_replicas_that_nobody_changes_are_compared_by_the_rhythm_only(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that all ranks leave out are no reason, either: a GradScaler does, and a script that accumulates."""
+    checks: list[int] = []
+    monkeypatch.setattr(replicas, "STEPS_BETWEEN_CHECKS", 5)
+    monkeypatch.setattr(replicas.ReplicaCheck, "compare", lambda self: checks.append(step))
+    model = small_model()
+    optimizer = torchring.wrap(momentum(model), model)
+    for step in range(12):
+        optimizer.zero_grad()
+        loss_on(model, rank, step).backward()
+        if step % 3:
+            optimizer.step()
+    assert checks == [0, 5, 10]
+    assert_same_everywhere(model.parameters())
+
+
+@ranks(2)
+def test_machines_of_two_kinds_may_differ_by_rounding(rank: int) -> None:
+    """On rank 1 the last bits differ, and in the end a number does."""
+    platform = {"architecture": "x86_64", "torch": ["2.13.0", "2.12.1"][rank]}
+    with (
+        mock.patch.object(replicas, "_platform", return_value=platform),
+        mock.patch.object(replicas, "STEPS_BETWEEN_CHECKS", 4),
+        logged() as texts,
+    ):
+        model = small_model(torch.float32)
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), model)
+        for _ in _train_on(model, optimizer, rank, range(8)):
+            if rank == 1:
+                for parameter in model.parameters():
+                    parameter.data.mul_(1 + 2**-22)
+        train(Side((rank,), True), model, optimizer, [8])
+        assert_same_everywhere(model.parameters())
+        if rank == 1:
+            model[2].weight.data[1, 3] += 2**-8
+        with pytest.raises(GradientError) as caught:
+            train(Side((rank,), True), model, optimizer, range(8))
+    assert (caught.value.parameters, caught.value.peers) == (("2.weight",), (1,))
+    differ = "torch is 2.12.1 on rank 1, 2.13.0 on rank 0"
+    assert str(caught.value).partition(" [")[0].endswith(differ)
+    assert len(texts) == (rank == 0)
+    assert all(text.startswith(f"the ranks do not compute alike: {differ}.") for text in texts)
+
+
+@pytest.mark.parametrize(("world_size", "culprits"), [(2, (0, 1)), (3, (0, 2))])
+@ranks()
+def test_a_step_more_or_less_on_one_rank_is_found_in_the_next_backward(
+    world_size: int, culprits: tuple[int, ...], rank: int
+) -> None:
+    for culprit, odd in itertools.product(culprits, (3, 5)):
+        model = small_model()
+        optimizer = torchring.wrap(momentum(model), model)
+        train(Side((rank,), True), model, optimizer, range(3))
+        optimizer.zero_grad()
+        loss_on(model, rank, 3).backward()
+        for _ in range(odd - 3 if rank == culprit else 1):
+            optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(GradientError) as caught:
+            loss_on(model, rank, 4).backward()
+        named = (culprit,) if culprit else tuple(range(1, world_size))  # rank 0 is what the others are compared with
+        steps, other = (odd, 4) if culprit == 0 else (4, odd), culprit or 1
+        told = f"rank 0 has called optimizer.step() {steps[0]} times, rank {other} {steps[1]} times"
+        assert caught.value.peers == named
+        assert f"In 5 reductions {told}" in str(caught.value)
+        assert "inside optimizer.no_sync()" in str(caught.value)
+        optimizer.close()
