@@ -2,51 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+import torchring.horovod as hvd
 from tests.support.checks import assert_same_everywhere
 from tests.support.elastic_job import ElasticJob, Slots, is_last, note
-from tests.support.harness import ranks, run_ranks
+from tests.support.harness import ranks
+from tests.support.training import values
 from torchring.elastic.worker import worker as workers
 from torchring.errors import GradientError, PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.horovod import elastic
 from torchring.horovod.elastic import state as states
-
-
-class World:
-    """Stands in for the collectives, for one rank of a world whose other ranks are not there."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = 0, 1
-        self.calls: list[str] = []
-        self.broadcast: Callable[[Any], Any] = lambda obj: obj  # what rank 0 says
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    world, hvd = World(), importlib.import_module("torchring.horovod")
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: world.calls.append(name)
-
-    names = ["init", "shutdown", "broadcast_parameters", "broadcast_optimizer_state"]
-    for name, function in {
-        "rank": lambda: world.rank,
-        "size": lambda: world.size,
-        "broadcast_object": lambda obj, name: world.broadcast(obj),
-        "broadcast": lambda tensor, root_rank, name: world.broadcast(tensor),
-        **{name: note(name) for name in names},
-    }.items():
-        monkeypatch.setattr(hvd, name, function, raising=False)
-    return world
 
 
 def trained(steps: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -54,71 +27,50 @@ def trained(steps: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
         optimizer.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return values(model)
 
 
-def test_a_restored_state_trains_on_as_from_the_commit(world: World) -> None:
+@ranks(2)
+def test_all_ranks_go_on_from_rank_0s_state_and_from_their_last_commit(rank: int) -> None:
+    hvd.init()
+    torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3).eval())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    state = elastic.TorchState(model, optimizer, batch=0)
+    sampler = elastic.ElasticSampler(range(8), shuffle=False)
+    sampler.record_batch(0, 1 + rank)
+    state = elastic.TorchState(model, optimizer, sampler=sampler, batch=0, losses=[1.0], lines=None, spare=None)
+    state.batch, state.losses, state.lines = rank + 3, [rank + 1.0], (line for line in "ab") if rank else None
+    state.sync()
+    assert (state.batch, state.losses, state.lines) == (3, [1.0], None)  # as rank 0 has not committed it
+    assert list(sampler) == [2 + rank, 4 + rank, 6 + rank]
+    assert_same_everywhere(values(model))
+    state.batch = 7
+    state.restore()
+    assert state.batch == 3  # sync commits, where Horovod keeps the last commit, beside a model that is ahead of it
     trained(2, model, optimizer)
-    state.batch = 2
+    state.losses.append(2.0)
+    state.lines = (line for line in "ab")  # which cannot be copied, and is kept as it is
     state.commit()
     expected = trained(3, model, optimizer)
+    next(state.lines)
     for _ in range(2):  # restoring, and training on, leaves what was saved as it was
-        state.batch = 5
+        state.losses.append(3.0)
         optimizer.param_groups[0]["lr"] = 7.0
         state.restore()
-        assert state.batch == 2
-        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert (state.losses, optimizer.param_groups[0]["lr"]) == ([1.0, 2.0], 0.1)
         assert all(map(torch.equal, trained(3, model, optimizer), expected))
-
-
-def test_a_commit_keeps_values_as_they_were_and_an_assigned_model(world: World) -> None:
-    state = elastic.ObjectState(losses=[1.0], lines=(line for line in "ab"))  # a generator cannot be copied
-    state.losses.append(2.0)
-    state.save()
-    state.losses.append(3.0)
-    next(state.lines)
-    state.restore()
-    assert state.losses == [1.0, 2.0]
     assert next(state.lines) == "b"
-    state.losses.append(4.0)
-    state.restore()
-    assert state.losses == [1.0, 2.0]
-    state = elastic.TorchState(torch.nn.Linear(1, 1), spare=None)
-    replacement = torch.nn.Linear(2, 1)
-    expected = replacement.weight.detach().clone()
-    state.model = replacement
+    state.model = replacement = torch.nn.Linear(2, 1)
+    expected = values(replacement)
     replacement.weight.data.zero_()
     state.restore()
-    assert torch.equal(replacement.weight, expected)
     assert state.model is replacement
-    assert state.optimizer is state.spare is None
+    assert all(map(torch.equal, values(replacement), expected))
+    assert state.spare is None
+    hvd.shutdown()
 
 
-def test_sync_sends_what_rank_0_has_not_committed_and_commits_it(world: World) -> None:
-    state = elastic.TorchState(torch.nn.Linear(1, 1), epoch=3, names=["mine"])
-    world.broadcast = lambda mine: {**mine, "epoch": 8, "names": ["theirs"]}
-    state.epoch = 4
-    state.sync()
-    assert (state.epoch, state.names) == (8, ["theirs"])
-    state.model.bias.data.fill_(5.0)
-    state.epoch = 9
-    state.restore()
-    assert (state.epoch, state.names) == (8, ["theirs"])
-    assert state.model.bias.item() != 5.0
-    assert world.calls == ["broadcast_parameters"]
-    # Horovod sends those of the last commit, beside a model that is ahead of them.
-    said = []
-    state = elastic.ObjectState(batch=0)
-    world.broadcast = lambda mine: said.append(mine) or mine
-    state.batch = 3
-    state.sync()
-    assert said == [{"batch": 3}]
-
-
-def test_values_of_types_of_your_own(world: World) -> None:
+def test_values_of_types_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counter:
         value = 0
 
@@ -140,6 +92,7 @@ def test_values_of_types_of_your_own(world: World) -> None:
         state = elastic.TorchState(counter=Counter())
     finally:
         states.set_handler_registry(before)
+    monkeypatch.setattr(hvd, "broadcast_object", lambda obj, name: obj)
     state.sync()
     assert state.counter.value == 10
     state.counter.value = 11
@@ -147,34 +100,36 @@ def test_values_of_types_of_your_own(world: World) -> None:
     assert state.counter.value == 10
 
 
-def test_hosts_updated_is_raised_once_and_as_rank_0_was_told(world: World) -> None:
+@ranks(2)
+def test_hosts_updated_is_raised_once_and_as_rank_0_was_told(rank: int) -> None:
+    """Each row: what the ranks are told before a commit, when, and whether they go on without sync, or nothing."""
+    hvd.init()
     state = elastic.ObjectState()
-    state.on_hosts_updated(1.0, states.REMOVED)
-    with pytest.raises(elastic.HostsUpdatedInterrupt) as removed:
-        state.commit()
-    state.commit()
-    state.on_hosts_updated(2.0, states.REMOVED)
-    state.on_hosts_updated(3.0, states.ADDED)
-    with pytest.raises(elastic.HostsUpdatedInterrupt) as both:
-        state.check_host_updates()
-    assert removed.value.skip_sync is True
-    assert both.value.skip_sync is False
-    state.on_hosts_updated(3.0, states.ADDED)  # old news
-    state.check_host_updates()
-    state = elastic.ObjectState()
-    world.broadcast = lambda mine: (0, 5.0, states.ADDED)
-    with pytest.raises(elastic.HostsUpdatedInterrupt):
-        state.check_host_updates()
-    world.broadcast = lambda mine: (5.0, 5.0, states.NO_UPDATE)
-    state.on_hosts_updated(9.0, states.ADDED)
-    state.check_host_updates()
+    removed, added = states.REMOVED, states.ADDED
+    told: list[tuple[list[tuple[float, int]], list[tuple[float, int]], bool | None]] = [
+        ([(1.0, removed)], [(1.0, added)], True),
+        ([], [], None),
+        ([(2.0, removed), (3.0, added)], [], False),
+        ([(3.0, added)], [], None),  # old news
+        ([], [(9.0, added)], None),
+    ]
+    for *announced, skips_sync in told:
+        for when, change in announced[rank]:
+            state.on_hosts_updated(when, change)
+        found = None
+        try:
+            state.commit()
+        except elastic.HostsUpdatedInterrupt as interrupt:
+            found = interrupt.skip_sync
+        assert found is skips_sync
+    hvd.shutdown()
 
 
 class Failing(elastic.State):
     """Counts what is done with it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(bcast_object=lambda obj: obj)
         self.done: list[str] = []
 
     def save(self) -> None:
@@ -222,10 +177,12 @@ _AGAIN = "restore callback sync train"
     ],
 )  # fmt: skip
 def test_what_follows_when_training_ends_early(
-    world: World, endings: list[Any], limit: int | None, done: str, said: str
+    endings: list[Any], limit: int | None, done: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The function is called until it returns, or raises what ends the job."""
-    state, left = Failing(), iter(endings)
+    state, left, calls = Failing(), iter(endings), []
+    monkeypatch.setattr(hvd, "shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr(hvd, "init", lambda: calls.append("init"))
     state.register_reset_callbacks([lambda: state.done.append("callback")])
 
     @elastic.run(reset_limit=limit)
@@ -243,7 +200,7 @@ def test_what_follows_when_training_ends_early(
         assert train(state, answer=42) == 42
     assert train.__name__ == "train"
     assert " ".join(state.done) == done
-    assert world.calls == ["shutdown", "init"] * state.done.count("callback")
+    assert calls == ["shutdown", "init"] * state.done.count("callback")
 
 
 def test_a_limit_below_0_is_refused() -> None:
@@ -251,58 +208,53 @@ def test_a_limit_below_0_is_refused() -> None:
         elastic.run(reset_limit=-1)
 
 
-def shared_out(world: World, size: int, **options: Any) -> list[elastic.ElasticSampler]:
-    world.size = size
-    samplers = []
-    for world.rank in range(size):
-        samplers.append(elastic.ElasticSampler(range(10), **options))
-    return samplers
+def samplers(monkeypatch: pytest.MonkeyPatch, size: int, **options: Any) -> Iterator[elastic.ElasticSampler]:
+    """One for each of `size` ranks; while a rank's is looked at, this process is that rank."""
+    monkeypatch.setattr(hvd, "size", lambda: size)
+    for rank in range(size):
+        monkeypatch.setattr(hvd, "rank", lambda rank=rank: rank)
+        yield elastic.ElasticSampler(range(10), **options)
 
 
-def test_samples_that_are_left_are_shared_out_anew_and_shuffled_alike(world: World) -> None:
-    first, second = shared_out(world, 2, shuffle=False)
+def test_samples_that_are_left_are_shared_out_anew_and_shuffled_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = samplers(monkeypatch, 2, shuffle=False)
     assert [list(first), list(second)] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
     first.record_batch(0, 2)
     assert list(first) == [0, 2, 4, 6, 8]  # until the ranks change
-    others = shared_out(world, 3, shuffle=False)
-    for world.rank, other in enumerate(others):
-        other.load_state_dict(first.state_dict())
-    assert [list(other) for other in others] == [[4, 7], [5, 8], [6, 9]]
-    assert [len(other) for other in others] == [2, 2, 2]
-    for done, left in ((9, [9]), (12, [])):  # few samples for many ranks are repeated
-        for world.rank, other in enumerate(others):
-            other.load_state_dict({"epoch": 0, "processed_num": done})
-        assert [list(other) for other in others] == [left] * 3
-    first, second = shared_out(world, 2, seed=3)
-    epoch = [*first, *second]
-    assert sorted(epoch) == list(range(10))
-    for sampler in (first, second):
+    for done, left in (
+        (first.state_dict()["processed_num"], [[4, 7], [5, 8], [6, 9]]),
+        (9, [[9]] * 3),  # few samples for many ranks are repeated
+        (12, [[]] * 3),
+    ):
+        for sampler, its in zip(samplers(monkeypatch, 3, shuffle=False), left, strict=True):
+            sampler.load_state_dict({"epoch": 0, "processed_num": done})
+            assert (list(sampler), len(sampler)) == (its, len(its))
+    epochs: list[list[int]] = [[], []]
+    for sampler in samplers(monkeypatch, 2, seed=3):
+        epochs[0] += sampler
         sampler.record_batch(0, 1)
-        world.rank = sampler.rank
         sampler.set_epoch(1)
-    assert sorted([*first, *second]) == list(range(10))
-    assert [*first, *second] != epoch
+        epochs[1] += sampler
+    assert [sorted(epoch) for epoch in epochs] == [[*range(10)]] * 2
+    assert epochs[0] != epochs[1]
 
 
-def test_a_sampler_of_a_state_follows_commits_and_resets(world: World) -> None:
-    state = elastic.TorchState(sampler=elastic.ElasticSampler(range(12), shuffle=False))
-    state.sampler.record_batch(0, 4)
-    state.commit()
-    state.sampler.record_batch(1, 4)
+def test_a_sampler_of_a_state_follows_commits_and_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    (sampler,) = samplers(monkeypatch, 1, shuffle=False)
+    state = elastic.TorchState(sampler=sampler)
+    sampler.record_batch(0, 4)
+    state.save()
+    sampler.record_batch(1, 4)
     state.restore()
-    assert state.sampler.processed_num == 4
-    world.size = 2
+    assert sampler.processed_num == 4
+    monkeypatch.setattr(hvd, "size", lambda: 2)
     state.on_reset()  # hosts were removed: no sync
-    assert list(state.sampler) == [4, 6, 8, 10]
-    world.broadcast = lambda mine: torch.tensor([1, 10]) if isinstance(mine, torch.Tensor) else mine
-    state.sync()
-    assert list(state.sampler) == [10]
+    assert list(sampler) == [4, 6, 8]
 
 
-@ranks(2, run_ranks)
+@ranks(2)
 def test_ranks_go_on_together_after_a_mismatch(rank: int) -> None:
     """The collectives themselves: rank 0's state everywhere, then the last commit's."""
-    hvd = importlib.import_module("torchring.horovod")
     hvd.init()
     torch.manual_seed(rank)
     model = torch.nn.Linear(2, 1)
@@ -338,8 +290,6 @@ def test_ranks_go_on_together_after_a_mismatch(rank: int) -> None:
 
 def _work() -> None:
     """Trains until the job is asked to stop. The worker that began as rank 2 is killed once a fourth one has come."""
-    import torchring.horovod as hvd
-
     hvd.init()
     torch.manual_seed(os.getpid())
     model = torch.nn.Linear(2, 1)
