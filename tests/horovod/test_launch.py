@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from torchring.horovod import runner, settings
 from torchring.horovod.exceptions import HorovodVersionMismatchError, HostsUpdatedInterrupt
 from torchring.horovod.settings import Settings, read_settings
 from torchring.launch import jobs
-from torchring.launch import launcher as launcher_module
 from torchring.launch.hosts import Host
 from torchring.launch.output import OutputOptions
 from torchring.rendezvous.environment import LaunchEnvironment, describe_parent, parent_rank, read_environment
@@ -47,32 +45,19 @@ def test_each_variable_reaches_its_setting() -> None:
     }
     expected = Settings(0, 0.0025, "/tmp/t.json", True, False, 2.0, 5.0, True, logging.ERROR, 7.0)
     assert read_settings(environ) == expected
-    for key in environ:
-        changed = {
-            name for name, value in vars(read_settings({key: environ[key]})).items() if value != vars(Settings())[name]
-        }
-        assert len(changed) == 1, key
-    assert read_settings(dict.fromkeys(environ, " ")) == Settings()
+    assert read_settings({**dict.fromkeys(environ, " "), "PATH": "/bin"}) == Settings()
     assert read_settings({"HOROVOD_TIMELINE": "dynamic"}).timeline == settings.DYNAMIC_TIMELINE
-    assert read_settings({"PATH": "/bin"}) == Settings()
-    assert Settings().fusion_threshold_bytes == 134217728
-    assert (Settings().cycle_seconds, Settings().stall_warning_seconds) == (0.001, 60)
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    "setting",
     [
-        ("HOROVOD_FUSION_THRESHOLD", "64MB"),
-        ("HOROVOD_FUSION_THRESHOLD", "-1"),
-        ("HOROVOD_CYCLE_TIME", "nan"),
-        ("HOROVOD_CYCLE_TIME", "-1"),
-        ("HOROVOD_TIMELINE_MARK_CYCLES", "perhaps"),
-        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "1m"),
-        ("HOROVOD_LOG_LEVEL", "loud"),
-        ("HOROVOD_GLOO_TIMEOUT_SECONDS", "0"),
+        *("FUSION_THRESHOLD=64MB", "FUSION_THRESHOLD=-1", "CYCLE_TIME=nan", "CYCLE_TIME=-1", "LOG_LEVEL=loud"),
+        *("TIMELINE_MARK_CYCLES=perhaps", "STALL_CHECK_TIME_SECONDS=1m", "GLOO_TIMEOUT_SECONDS=0"),
     ],
 )
-def test_a_bad_value_is_named(key: str, value: str) -> None:
+def test_a_bad_value_is_named(setting: str) -> None:
+    key, _, value = f"HOROVOD_{setting}".partition("=")
     with pytest.raises(ValueError, match=rf"{key} needs .*, got '{value}'"):
         read_settings({key: value})
 
@@ -81,12 +66,8 @@ def test_what_means_nothing_is_named_once_in_a_process(monkeypatch: pytest.Monke
     monkeypatch.setattr(settings, "_warned_of", set())
     ours = {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_RANK": "0", "HOROVOD_GLOO_IFACE": "lo", "HOROVOD_WITH_PYTORCH": "1"}
     off = {"HOROVOD_HIERARCHICAL_ALLREDUCE": "0"}
-    with pytest.warns(UserWarning, match="^HOROVOD_AUTOTUNE, HOROVOD_CACHE_CAPACITY mean nothing") as caught:
+    with pytest.warns(UserWarning, match="^HOROVOD_AUTOTUNE, HOROVOD_CACHE_CAPACITY mean nothing"):
         read_settings({**ours, **off, "HOROVOD_CACHE_CAPACITY": "5", "HOROVOD_AUTOTUNE": "1"})
-    assert len(caught) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        read_settings({"HOROVOD_AUTOTUNE": "1"})
     with pytest.warns(UserWarning, match="^HOROVOD_TYPO means nothing"):
         read_settings({"HOROVOD_AUTOTUNE": "1", "HOROVOD_TYPO": "1"})
 
@@ -101,14 +82,11 @@ def test_exceptions_travel() -> None:
 # ---- horovodrun's command line
 
 
-def test_ssh_gets_its_options_and_other_hosts_get_horovods_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    (job,) = launcher_module._agents([Host("192.0.2.1", 1)], ["train.py"], {}, OutputOptions(), ["-p", "22"])
-    assert job.command[:6] == ["ssh", "-o", "BatchMode=yes", "-p", "22", "192.0.2.1"]
+def test_other_hosts_get_horovods_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
     monkeypatch.setenv("TORCHRING_TEST", "not for them")
     forwarded = jobs._forwarded({"HOROVOD_TIMELINE": "t"})
-    assert forwarded["HOROVOD_CYCLE_TIME"] == "5"
-    assert forwarded["HOROVOD_TIMELINE"] == "t"
+    assert (forwarded["HOROVOD_CYCLE_TIME"], forwarded["HOROVOD_TIMELINE"]) == ("5", "t")
     assert "TORCHRING_TEST" not in forwarded
 
 
@@ -134,14 +112,12 @@ def processes(by_value: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working directory')")
     monkeypatch.chdir(tmp_path)
 
-    def start(
-        command: list[str], num_proc: int, hosts: Any, env: dict[str, str] | None, *_: Any, **options: Any
-    ) -> int:
+    def start(command: list[str], num_proc: int, hosts: Any, env: dict[str, str], **options: Any) -> int:
         seen.append({"num_proc": num_proc, "folder": Path(command[-1]), **options})
         code = 0
         for rank in range(num_proc):
             ranks = {"RANK": str(rank), "WORLD_SIZE": str(num_proc), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)}
-            environ = {**os.environ, **(env or {}), **ranks, "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+            environ = {**os.environ, **env, **ranks, **MASTER}
             ran = subprocess.run([sys.executable, *command], env=environ, capture_output=True, timeout=100)
             code = code or ran.returncode if ran.returncode >= 0 else 128 - ran.returncode
         return code
@@ -168,11 +144,7 @@ def fail_on_rank_1() -> None:
 
 
 def leave_with(code: int) -> None:
-    sys.exit(code)
-
-
-def die() -> None:
-    os.kill(os.getpid(), 9)
+    os.kill(os.getpid(), 9) if code == 9 else sys.exit(code)
 
 
 @pytest.fixture
@@ -185,16 +157,16 @@ def by_value() -> Iterator[None]:
 
 
 def test_a_failure_names_the_rank_and_shows_its_traceback(processes: list[dict[str, Any]]) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"rank 1 of 2 failed:[\s\S]*fail_on_rank_1[\s\S]*KeyError: 'batch'"
-    ) as caught:
+    said = r"rank 1 of 2 failed:[\s\S]*fail_on_rank_1[\s\S]*KeyError: 'batch'"
+    with pytest.raises(RuntimeError, match=said) as caught:
         runner.run(fail_on_rank_1, num_proc=2)
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
         runner.run(leave_with, (3,))
-    assert runner.run(leave_with, (0,)) == [None]
+    with pytest.warns(UserWarning, match="max_num_proc, start_timeout: no meaning"):
+        assert runner.run(leave_with, (0,), start_timeout=5, max_num_proc=4) == [None]
     with pytest.raises(RuntimeError, match="rank 0 returned nothing, of 1 processes; they ended with signal 9"):
-        runner.run(die)
+        runner.run(leave_with, (9,))
 
 
 @pytest.mark.parametrize("forged", ["call", "result0", "failure0"])
@@ -249,26 +221,18 @@ def test_where_and_how_the_processes_start(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_run_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    for options, complaint in (
-        ({"hosts": "a:1", "hostfile": "f"}, "hosts or hostfile, not both"),
-        ({"hosts": "a:x"}, "host:slots"),
-        ({"num_proc": 0}, "num_proc must be 1 or more, got 0"),
-    ):
-        with pytest.raises(ValueError, match=complaint):
-            runner.run(leave_with, **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"cannot send leave_with and its arguments.*lock"):
-        runner.run(leave_with, (threading.Lock(),))
-    with pytest.raises(NotImplementedError, match="host_discovery_script"):
-        runner.run(leave_with, host_discovery_script="./hosts")
+    def assert_refused(complaint: str, error: type[Exception] = ValueError, args: Any = (0,), **options: Any) -> None:
+        with pytest.raises(error, match=complaint):
+            runner.run(leave_with, args, **options)
+
+    assert_refused("hosts or hostfile, not both", hosts="a:1", hostfile="f")
+    assert_refused("host:slots", hosts="a:x")
+    assert_refused("num_proc must be 1 or more, got 0", num_proc=0)
+    assert_refused(r"cannot send leave_with and its arguments.*lock", args=(threading.Lock(),))
+    assert_refused("host_discovery_script", NotImplementedError, host_discovery_script="./hosts")
     monkeypatch.setattr(runner.task, "has_cloudpickle", lambda: False)
     monkeypatch.setattr(leave_with, "__module__", "__main__")
-    with pytest.raises(ValueError, match=r"cannot send leave_with, .*pip install cloudpickle"):
-        runner.run(leave_with, (0,))
-
-
-def test_arguments_without_a_meaning_are_named(processes: list[dict[str, Any]]) -> None:
-    with pytest.warns(UserWarning, match="max_num_proc, start_timeout: no meaning"):
-        runner.run(leave_with, (0,), start_timeout=5, max_num_proc=4)
+    assert_refused(r"cannot send leave_with, .*pip install cloudpickle")
 
 
 # ---- variables of Horovod's launchers
@@ -278,11 +242,8 @@ MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 
 def worker(rank: int, size: int, **more: str) -> dict[str, str]:
     """What Horovod's launchers set."""
-    return (
-        {f"HOROVOD_{key}": str(rank) for key in ("RANK", "LOCAL_RANK")}
-        | {f"HOROVOD_{key}": str(size) for key in ("SIZE", "LOCAL_SIZE")}
-        | more
-    )
+    environ = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": size, "LOCAL_SIZE": size}
+    return {**{f"HOROVOD_{key}": str(value) for key, value in environ.items()}, **more}
 
 
 def test_variables_of_horovod_by_hand() -> None:
@@ -318,8 +279,8 @@ def test_incomplete_variables_of_horovod(changes: dict[str, str | None], complai
 
 
 def test_children_of_a_worker_are_no_ranks() -> None:
-    environ = worker(1, 2, **MASTER)
-    child = {**environ, "TORCHRING_PARENT": describe_parent(environ, 77, 1, 2, 1)}
+    child = worker(1, 2, **MASTER)
+    child["TORCHRING_PARENT"] = describe_parent(child, 77, 1, 2, 1)
     parent = parent_rank(child, 78)
     assert parent is not None
     assert parent.parent_pid == 77

@@ -27,11 +27,9 @@ def test_all_ranks_come_to_the_same_order_and_nothing_is_lost() -> None:
     sets = {0: (0, 1, 2), 1: (0, 2), 2: (1,)}
     for _ in range(50):
         wanted = [request(f"op{i}", process_set=rng.choice([0, 0, 1, 2])) for i in range(12)]
-        lines = []
-        for rank in range(3):
-            mine = [each for each in wanted if rank in sets[each.process_set]]
-            rng.shuffle(mine)
-            lines.append(mine)
+        lines = [[each for each in wanted if rank in sets[each.process_set]] for rank in range(3)]
+        for line in lines:
+            rng.shuffle(line)
         machines = [Negotiation(sets) for _ in range(3)]
         seen: list[str] = []
         while any(lines):
