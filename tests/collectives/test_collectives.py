@@ -149,18 +149,11 @@ def _inputs_with_strides(rank: int, size: int) -> None:
         assert_bitwise(tensors[2].clone(), total)
         assert_bitwise(tensors[3].clone(), part(size - 1))
     base = torch.full((6, 16), -5.0)
-    for name, view in [
-        ("transposed", part(rank).clone().t().contiguous().t()),
-        ("every other column", base[:, ::2]),
-        ("channels last", torch.empty(1, 2, 3, 8).contiguous(memory_format=torch.channels_last)),
-    ]:
-        expected = total.reshape(view.shape) if name != "transposed" else total
-        with torch.no_grad():
-            view.copy_(part(rank).reshape(view.shape))
+    for view in (part(rank).t().contiguous().t(), base[:, ::2].copy_(part(rank))):
         strides = view.stride()
         assert torchring.all_reduce(view, "sum") is view
         assert view.stride() == strides
-        assert_bitwise(view, expected, name)
+        assert_bitwise(view, total)
     assert bool((base[:, 1::2] == -5.0).all()), "what lies between is not touched"
 
     parameter = torch.nn.Parameter(part(rank).clone())
@@ -605,26 +598,14 @@ def test_wrong_use_is_refused_before_anything_is_sent(
 
 
 @on_both_exchanges
-@ranks(2)
-def test_collectives_come_back_after_shutdown(rank: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for turn in range(3):
-        join(rank, shares_memory, monkeypatch)
-        assert float(torchring.all_reduce(torch.full((1000,), rank + turn + 1.0), "sum")[7]) == 3.0 + 2 * turn
-        torchring.all_reduce(torch.ones(1), async_op=True).wait()
-        torchring.shutdown()
-        assert not torchring.is_initialized()
-    gc.collect()
-    with open("/proc/self/maps") as maps:
-        assert "memfd:torchring" not in maps.read()
-
-
-@on_both_exchanges
 @ranks(4)
-def test_a_script_may_end_right_after_its_last_collective(
+def test_a_script_may_end_right_after_its_last_collective_and_come_back(
     rank: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fast rank leaves while the slow one still reads its result."""
-    for _ in range(3):
+    for turn in range(3):
         join(rank, shares_memory, monkeypatch)
-        assert float(torchring.all_reduce(torch.full((2**18,), float(rank)), "sum")[-1]) == 6.0
+        torchring.all_reduce(torch.ones(1), async_op=True).wait()
+        assert float(torchring.all_reduce(torch.full((2**18,), rank + turn + 0.0), "sum")[-1]) == 6.0 + 4 * turn
         torchring.shutdown()
+        assert not torchring.is_initialized()

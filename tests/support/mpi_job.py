@@ -3,9 +3,8 @@
     with MpiJob(3) as job:
         job.run(body, 2)     body(rank, store, communicator) on the first 2 of its ranks; results in rank order
 
-Its ranks import torch, so test modules share one: `job`, if they import the fixture `job_ends`, too. Work and answers
-travel through a TCPStore of the tests' process, pickled; `body` is a module-level function or a functools.partial of
-one.
+Work and answers travel through a TCPStore of the tests' process, pickled; `body` is a module-level function or a
+functools.partial of one.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -38,12 +36,7 @@ _PATIENCE = 5.0  # seconds that the other ranks get once one has failed
 _STARTING = 60.0  # seconds more for the first work, while the ranks import torch
 _IDLE = 600.0  # seconds after which a rank without work ends
 
-MISSING = ", ".join(
-    [
-        *(["mpirun is not on the PATH"] if shutil.which("mpirun") is None else []),
-        *(["mpi4py is not installed"] if importlib.util.find_spec("mpi4py") is None else []),
-    ]
-)
+MISSING = "" if shutil.which("mpirun") and importlib.util.find_spec("mpi4py") else "needs mpirun and mpi4py"
 
 
 def mpirun(
@@ -163,18 +156,6 @@ class MpiJob:
             env={"TESTS_STORE_PORT": str(self._store.port)},
             output=self._output,
         )
-
-
-job = MpiJob(3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def job_ends(request: pytest.FixtureRequest) -> Iterator[None]:
-    """`job` does, after the last module of the session that has imported this."""
-    yield
-    sharing = [item.module for item in request.session.items if hasattr(getattr(item, "module", None), "job_ends")]
-    if request.module is sharing[-1]:
-        job.end()
 
 
 def _children_of(pid: int) -> list[int]:
