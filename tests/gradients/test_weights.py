@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -26,7 +26,6 @@ from tests.support.training import (
 )
 from torchring.default_world import default_world
 from torchring.elastic.worker.membership import MembershipChange, MembershipVote
-from torchring.errors import GradientError
 from torchring.gradients.weights import check_weight
 from torchring.optimizer import rejoin
 
@@ -157,76 +156,77 @@ def test_the_mean_is_over_ranks_that_do_not_skip(weighs: bool, options: dict[str
     assert_as_one_process(skipping, weighs, options, world_size=3)
 
 
-@ranks(2)
-def test_skipping_with_micro_steps_and_with_several_optimizers(rank: int) -> None:
-    """With micro-steps; where all skip; with two optimizers, whose parameters one backward reaches."""
-    found = []
-    weight = nn.Parameter(torch.zeros(2).double())
-    optimizer = torchring.wrap(torch.optim.SGD([weight], lr=1.0), accumulate=2)
-    (weight * (rank + 1)).sum().backward()
+def _pair(**options: Any) -> tuple[list[nn.Parameter], Any]:
+    parameters = [nn.Parameter(torch.zeros(2).double()) for _ in range(2)]
+    return parameters, torchring.wrap(torch.optim.SGD(parameters, lr=1.0), **options)
+
+
+def _first(*parameters: nn.Parameter) -> list[float | None]:
+    """The first element of each gradient."""
+    return [None if p.grad is None else float(p.grad[0]) for p in parameters]
+
+
+def _backward(optimizer: Any, loss: Tensor, weight: float | None = None, *, is_local: bool = False) -> None:
+    with optimizer.no_sync() if is_local else contextlib.nullcontext():
+        if weight is not None:
+            optimizer.weigh(weight)
+        loss.sum().backward()
+
+
+def _skip_on_1(rank: int, optimizer: Any, loss: Tensor) -> None:
     if rank == 1:
         optimizer.skip()
     else:
-        (weight * 10).sum().backward()
-    found.append(weight.grad.tolist() if weight.grad is not None else [])  # (1 + 10 + 2) / 2
+        loss.sum().backward()
+
+
+@ranks(2)
+def test_skipping_micro_steps(rank: int) -> None:
+    (a, _), optimizer = _pair(accumulate=2)
+    (a * (rank + 1)).sum().backward()
+    _skip_on_1(rank, optimizer, a * 10)
+    assert _first(a) == [6.5]  # (1 + 10 + 2) / 2
     optimizer.zero_grad()
     for _ in range(2):
         optimizer.skip()
-    found.append(weight.grad.tolist() if weight.grad is not None else [])
-    for zeros in (None, "in place", "new"):  # past the optimizer: these are no gradient of a rank that skips
-        if zeros == "new":
-            weight.grad = torch.zeros_like(weight)
-        elif zeros is not None and weight.grad is not None:
-            weight.grad.zero_()
-        if rank == 1:
-            optimizer.skip()
-        else:
-            (weight * 4).sum().backward()
-        said = attempt(optimizer.synchronize)  # ends an incomplete group
-        assert bool(said) is (zeros is not None)
-        if zeros is not None:
-            assert ("zeros that were written to .grad" if rank == 1 else "refused on another rank") in said
-            optimizer.zero_grad()
-        elif weight.grad is not None:
-            found.append(weight.grad.tolist())
+    assert _first(a) == [None]
+    _skip_on_1(rank, optimizer, a * 4)
+    optimizer.synchronize()  # ends an incomplete group
+    assert _first(a) == [4.0]
+    for zeros in ("in place", "new"):  # past the optimizer: these are no gradient of a rank that skips
+        if zeros == "new" or a.grad is None:
+            a.grad = torch.zeros_like(a)
+        a.grad.zero_()
+        _skip_on_1(rank, optimizer, a * 4)
+        said = attempt(optimizer.synchronize)
+        assert ("zeros that were written to .grad" if rank == 1 else "refused on another rank") in said
+        optimizer.zero_grad()
+    _skip_on_1(rank, optimizer, a * 4)
     if rank == 1:
-        optimizer.skip()
-        weight.grad = torch.full_like(weight, 7.0)  # a gradient that the script has computed itself counts
-    else:
-        (weight * 4).sum().backward()
+        a.grad = torch.full_like(a, 7.0)  # a gradient that the script has computed itself counts
     optimizer.synchronize()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [5.5] * 2
-    optimizer.close()
+    assert _first(a) == [5.5]
 
-    parameters = [nn.Parameter(torch.zeros(2).double()) for _ in range(2)]
-    first, second = (torchring.wrap(torch.optim.SGD([p], lr=1.0)) for p in parameters)
-    if rank == 1:
-        first.skip()
-    else:
-        (parameters[0] * 3 + parameters[1] * 5).sum().backward()
-    found += [p.grad.tolist() if p.grad is not None else [] for p in parameters]
-    if rank == 1:
-        with pytest.raises(GradientError, match="stands for a whole backward"):
-            second.skip()
+
+@ranks(2)
+def test_skipping_a_backward_that_reaches_several_optimizers(rank: int) -> None:
+    (a, _), first = _pair()
+    (b, _), second = _pair()
+    _skip_on_1(rank, first, a * 3 + b * 5)
+    assert _first(a, b) == [3.0, 5.0]
+    assert rank == 0 or "stands for a whole backward" in attempt(second.skip)
     first.step()
     second.step()
-
     for is_local in (False, True):  # what was given for the backward that is left out is forgotten
-        for optimizer in (first, second):
-            optimizer.zero_grad()
-            optimizer.weigh(2)
         with contextlib.ExitStack() as no_sync:
-            for optimizer in (first, second) if is_local else ():
-                no_sync.enter_context(optimizer.no_sync())
-            if rank == 1:
-                first.skip()
-            else:
-                (parameters[0] * 3 + parameters[1] * 5).sum().backward()
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+                optimizer.weigh(2)
+                no_sync.enter_context(optimizer.no_sync() if is_local else contextlib.nullcontext())
+            _skip_on_1(rank, first, a * 3 + b * 5)
         first.synchronize()
         second.synchronize()
-        found += [p.grad.tolist() if p.grad is not None else [] for p in parameters]
-    assert found == [[6.5, 6.5], [], [4.0, 4.0], *[[3.0, 3.0], [5.0, 5.0]] * 3]
+        assert _first(a, b) == [3.0, 5.0]
 
 
 @ranks(2)
@@ -250,89 +250,73 @@ def test_gradients_of_an_earlier_backward_stay_where_a_rank_skips(skips: Sequenc
     """The first backward shows another order than that of the plan, and the second one changes the plan."""
     (a, b), optimizer = _pair(bucket_mb=0)
     (b.sum() + a.sum()).backward()
-    if rank in skips:
-        optimizer.skip()
-    else:
-        a.sum().backward()
-    found = [attempt(optimizer.step), *_first(a, b)]
-    assert found == ["", 1.0 if len(skips) == 2 else 2.0, 1.0]
+    _skip_on_1(int(rank in skips), optimizer, a)
+    assert attempt(optimizer.step) == ""
+    assert _first(a, b) == [1.0 if len(skips) == 2 else 2.0, 1.0]
 
 
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("-1", "ValueError: a weight must be 0, or from 0.000976562 to 2.68435e+08, got -1"),
-        ("sum", "ValueError: weigh() takes op='mean'"),
-        ("twice", "GradientError: weigh() was called twice before one backward()"),
-        ("after an unweighted one", "GradientError: weigh() was called after a backward() without a weight"),
-        ("then an unweighted one", "GradientError: this backward() has no weight, but an earlier one had one"),
-        ("no backward", "GradientError: weigh() was called before synchronize(), and no backward() came in between"),
-        ("by hand on rank 1", "GradientError: rank 1 did not call optimizer.weigh()"),
-        ("thawed in between", "GradientError: a parameter was unfrozen between weigh() and backward()"),
-        ("on results", "GradientError: weights were given with gradients of an earlier step in .grad"),
-        ("forgotten on rank 1", "GradientError: rank 1 did not call optimizer.weigh() before this backward()"),
-    ],
-)
+def _by_hand_on_rank_1(optimizer: Any, parameters: Sequence[nn.Parameter], rank: int) -> None:
+    if rank == 1:
+        parameters[0].grad = torch.ones_like(parameters[0])
+    else:
+        _backward(optimizer, parameters[0], 1, is_local=True)
+    optimizer.synchronize()
+
+
+def _thawed_in_between(optimizer: Any, parameters: Sequence[nn.Parameter], rank: int) -> None:
+    a, b = parameters
+    a.requires_grad_(False)
+    optimizer.weigh(0)
+    a.requires_grad_(True)
+    b.requires_grad_(False)  # as many are trained as before
+
+
+# What a script does before a backward of both parameters, and what is raised, on the rank that does it or on both.
+_REFUSED: dict[str, tuple[Callable[[Any, list[nn.Parameter], int], object], str]] = {
+    "-1": (lambda o, _, __: o.weigh(-1), "a weight must be 0, or from 0.000976562 to 2.68435e+08, got -1"),
+    "twice": (lambda o, _, __: [o.weigh(1), o.weigh(1)], "weigh() was called twice before one backward()"),
+    "after an unweighted one": (
+        lambda o, p, _: [_backward(o, p[0], is_local=True), o.weigh(1)],
+        "weigh() was called after a backward() without a weight",
+    ),
+    "then an unweighted one": (
+        lambda o, p, _: _backward(o, p[0], 1, is_local=True),
+        "this backward() has no weight, but an earlier one had one",
+    ),
+    "no backward": (
+        lambda o, p, _: [_backward(o, p[0], 1, is_local=True), o.weigh(1), o.synchronize()],
+        "weigh() was called before synchronize(), and no backward() came in between",
+    ),
+    "by hand on rank 1": (_by_hand_on_rank_1, "rank 1 did not call optimizer.weigh()"),
+    "thawed in between": (_thawed_in_between, "a parameter was unfrozen between weigh() and backward()"),
+    "on results": (
+        lambda o, p, _: [_backward(o, p[0]), _backward(o, p[0], 2, is_local=True)],
+        "weights were given with gradients of an earlier step in .grad",
+    ),
+    "forgotten on rank 1": (
+        lambda o, _, rank: o.weigh(3) if rank == 0 else None,
+        "rank 1 did not call optimizer.weigh() before this backward()",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", _REFUSED)
 @ranks(2)
-def test_what_cannot_be_weighed_is_an_error_on_all_ranks(how: str, said: str, rank: int) -> None:
-    """What is raised here, on the rank that does it or on both."""
-    model = small_model()
-    op: Any = "sum" if how == "sum" else "mean"
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, op=op)
-    samples = _samples(1, 1, 1)
-    optimizer.zero_grad()
-
-    def run() -> None:
-        if how in ("sum", "forgotten on rank 1"):
-            if rank == 0 or how == "sum":
-                optimizer.weigh(3)
-        elif how == "twice":
-            optimizer.weigh(1)
-            optimizer.weigh(1)
-        elif how == "after an unweighted one":
-            with optimizer.no_sync():
-                _loss(model, samples).backward()
-            optimizer.weigh(1)
-        elif how == "then an unweighted one":
-            with optimizer.no_sync():
-                optimizer.weigh(1)
-                _loss(model, samples).backward()
-        elif how == "no backward":
-            with optimizer.no_sync():
-                optimizer.weigh(1)
-                _loss(model, samples).backward()
-                optimizer.weigh(1)
-            optimizer.synchronize()
-        elif how == "by hand on rank 1":
-            if rank == 1:
-                for parameter in model.parameters():
-                    parameter.grad = torch.ones_like(parameter)
-            else:
-                with optimizer.no_sync():
-                    optimizer.weigh(1)
-                    _loss(model, samples).backward()
-            optimizer.synchronize()
-        elif how == "thawed in between":
-            first, *_, last = model.parameters()
-            first.requires_grad_(False)
-            optimizer.weigh(0)
-            first.requires_grad_(True)
-            last.requires_grad_(False)  # as many are trained as before
-        elif how == "on results":
-            _loss(model, samples).backward()
-            with optimizer.no_sync():
-                optimizer.weigh(2)
-        else:
-            optimizer.weigh(-1)
-        _loss(model, samples).backward()
-
-    problem, of_step = attempt(run), attempt(lambda: optimizer.step())
-    assert said in problem
+def test_what_cannot_be_weighed_is_an_error(how: str, rank: int) -> None:
+    (a, b), optimizer = _pair()
+    script, said = _REFUSED[how]
+    problem = attempt(lambda: [script(optimizer, [a, b], rank), (a + b).sum().backward()])
+    assert problem.startswith(f"{'ValueError' if how == '-1' else 'GradientError'}: {said}"), problem
     if how in ("forgotten on rank 1", "then an unweighted one"):
-        assert of_step.startswith("GradientError"), of_step
+        assert attempt(optimizer.step).startswith("GradientError")
+
+
+@ranks(2)
+def test_sums_have_no_weights(rank: int) -> None:
+    assert attempt(lambda: _pair(op="sum")[1].weigh(3)).startswith("ValueError: weigh() takes op='mean'")
 
 
 def test_what_is_a_weight() -> None:
@@ -347,23 +331,11 @@ def test_what_is_a_weight() -> None:
 # Odd ways through
 
 
-def _pair(**options: Any) -> tuple[list[nn.Parameter], Any]:
-    parameters = [nn.Parameter(torch.zeros(2).double()) for _ in range(2)]
-    return parameters, torchring.wrap(torch.optim.SGD(parameters, lr=1.0), **options)
-
-
-def _first(*parameters: nn.Parameter) -> list[float | None]:
-    """The first element of each gradient."""
-    return [None if p.grad is None else float(p.grad[0]) for p in parameters]
-
-
 def _dropped_after_weigh(rank: int, size: int) -> list[float | None]:
     """The script drops the gradients of a micro-step past the optimizer, when it has given the next weight already."""
     for how in ("in place", "by new tensors", "set to none"):
         (a, b), optimizer = _pair()
-        with optimizer.no_sync():
-            optimizer.weigh(2)
-            (a + b).sum().backward()
+        _backward(optimizer, a + b, 2, is_local=True)
         optimizer.weigh(1 + 2 * rank)
         if how == "by new tensors":
             a.grad, b.grad = torch.zeros_like(a), torch.zeros_like(b)
@@ -378,46 +350,39 @@ def _dropped_after_weigh(rank: int, size: int) -> list[float | None]:
     return _first(a, b)
 
 
-@ranks(2)
-def test_zeros_of_weight_0_are_not_taken_for_gradients_that_were_zeroed(rank: int) -> None:
-    """Rank 1 has weight 0. The script changes gradients before they are reduced, or drops them."""
-    found = []
-    for drops in (False, True):
-        (a, b), optimizer = _pair()
-        with optimizer.no_sync():
-            optimizer.weigh(2.0 * (1 - rank))
-            (a + b).sum().backward()
-        for each in (a, b):
-            each.grad = None if drops or each.grad is None else each.grad.mul_(2.0)
-        if drops:
-            optimizer.weigh(1.0)
-            (a + 3 * b).sum().backward()
-        else:
-            optimizer.synchronize()
-        found.append(_first(a, b))
-        optimizer.close()
-    assert found == [[2.0, 2.0], [1.0, 3.0]]
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_weight_goes_with_its_gradients(size: int) -> None:
     for found in (run_pooled if size == 1 else run_ranks)(_dropped_after_weigh, size):
         assert found == ([1.0, 2.0] if size == 1 else [1.75, 3.5])
 
 
+@ranks(2)
+def test_zeros_of_weight_0_are_not_taken_for_gradients_that_were_zeroed(rank: int) -> None:
+    """Rank 1 has weight 0. The script changes gradients before they are reduced, or drops them."""
+    for drops in (False, True):
+        (a, b), optimizer = _pair()
+        _backward(optimizer, a + b, 2.0 * (1 - rank), is_local=True)
+        for each in (a, b):
+            each.grad = None if drops or each.grad is None else each.grad.mul_(2.0)
+        if drops:
+            _backward(optimizer, a + 3 * b, 1.0)
+        else:
+            optimizer.synchronize()
+        assert _first(a, b) == ([1.0, 3.0] if drops else [2.0, 2.0])
+        optimizer.close()
+
+
+@ranks(2)
+def test_several_optimizers_match_backwards_that_do_not_reduce_too(rank: int) -> None:
+    (a, _), first = _pair(accumulate=2)
+    (b, _), _second = _pair(accumulate=2)
+    _skip_on_1(rank, first, a + b)
+    (a * 2 + b).sum().backward()
+    assert _first(a) == [2.5]  # (1 + 2 on rank 0, 2 on rank 1) / 2
+
+
 @ranks(2, start=run_ranks)
 def test_odd_ways(rank: int) -> None:
-    (a, _), first = _pair(accumulate=2)
-    (b, _), second = _pair(accumulate=2)
-    for micro in range(2):  # of several optimizers, ranks match backwards that do not reduce, too
-        if rank == 1 and micro == 0:
-            first.skip()
-        else:
-            (a * (micro + 1.0) + b).sum().backward()
-    assert _first(a) == [2.5]  # (1 + 2 on rank 0, 2 on rank 1) / 2
-    first.close()
-    second.close()
-
     (a, b), optimizer = _pair()
     optimizer.weigh(0.0)
     optimizer.close()
@@ -426,33 +391,23 @@ def test_odd_ways(rank: int) -> None:
     assert _first(a, b) == [1.0, 1.0]
 
     optimizer.zero_grad()
-    with optimizer.no_sync():
-        (a + b).sum().backward()
+    _backward(optimizer, a + b, is_local=True)
     a.grad = b.grad = None  # past the optimizer
-    if rank == 1:
-        optimizer.skip()
-    else:
-        (a + b).sum().backward()
+    _skip_on_1(rank, optimizer, a + b)
     assert _first(a, b) == [1.0, 1.0]
 
     optimizer.zero_grad()
-    with optimizer.no_sync():
-        (a + b).sum().backward()  # without a weight
+    _backward(optimizer, a + b, is_local=True)  # without a weight
     a.grad = b.grad = None
-    optimizer.weigh(1.0 + 2 * rank)
-    ((a + b) * (rank + 1.0)).sum().backward()
+    _backward(optimizer, (a + b) * (rank + 1.0), 1.0 + 2 * rank)
     assert _first(a, b) == [1.75, 1.75]
 
     optimizer.zero_grad()
-    with optimizer.no_sync():
-        optimizer.weigh(2)
-        a.sum().backward()
-        optimizer.weigh(6)
-        said = attempt((Raises.apply(a).sum() + b.sum()).backward)  # type: ignore[no-untyped-call]
-        assert said == "ArithmeticError: an error in a custom function"
-        b.grad = None
-    optimizer.weigh(4)
-    (a * 4).sum().backward()
+    _backward(optimizer, a, 2, is_local=True)
+    said = attempt(lambda: _backward(optimizer, Raises.apply(a).sum() + b.sum(), 6, is_local=True))  # type: ignore[no-untyped-call]
+    assert said == "ArithmeticError: an error in a custom function"
+    b.grad = None
+    _backward(optimizer, a * 4, 4)
     assert _first(a, b) == [3.0, None]
 
     optimizer.zero_grad()
@@ -462,8 +417,7 @@ def test_odd_ways(rank: int) -> None:
 
     optimizer.zero_grad()
     b.requires_grad_(False)
-    optimizer.weigh(float(rank))  # 0 on rank 0
-    (a * (rank + 1.0)).sum().backward()
+    _backward(optimizer, a * (rank + 1.0), float(rank))  # 0 on rank 0
     assert _first(a, b) == [2.0, None]
     optimizer.close()
 
@@ -472,40 +426,12 @@ def test_odd_ways(rank: int) -> None:
         optimizer.zero_grad(set_to_none=False)
         (a + b).sum().backward()
         optimizer.step()
-    if rank == 1:
-        optimizer.skip()
-    else:
-        a.sum().backward()
+    _skip_on_1(rank, optimizer, a)
     assert [*_first(a, b), attempt(optimizer.step)] == [2.0, 1.0, ""]
     optimizer.close()
 
-    a, frozen = (nn.Parameter(torch.zeros(2).double(), requires_grad=i == 0) for i in range(2))
-    optimizer = torchring.wrap(torch.optim.SGD([a, frozen], lr=1.0))
-    frozen.requires_grad_(True)
-    optimizer.weigh(1)
-    with optimizer.no_sync():
-        (a + frozen).sum().backward()
-    optimizer.weigh(3)
-    (a * 5 + frozen * 5).sum().backward()
-    assert _first(a, frozen) == [4.0, 4.0]
-    optimizer.close()
-
-    for inside, shares in ((False, (1.0, 3.0)), (True, (1.0, 3.0)), (False, (2.0, 0.0))):
-        (a, b), optimizer = _pair()
-        with torchring.join(optimizer) if inside else contextlib.nullcontext():
-            optimizer.weigh(shares[rank])
-            a.grad = torch.full_like(a, rank + 1.0 if shares[rank] else math.nan)  # as from torch.autograd.grad()
-            optimizer.synchronize()
-            expected = 1.75 if shares[1] else 1.0
-            assert _first(a, b) == [expected, None], (inside, shares)
-            (a * (rank + 1)).sum().backward()  # without a weight
-            assert _first(a) == [expected + 1.5], (inside, shares)
-        optimizer.close()
-
     (a, b), optimizer = _pair()
-    with optimizer.no_sync():
-        optimizer.weigh(1 + 2 * rank)
-        ((a + b) * (rank + 1)).sum().backward()
+    _backward(optimizer, (a + b) * (rank + 1), 1 + 2 * rank, is_local=True)
     optimizer.synchronize()
     assert _first(a, b) == [1.75, 1.75]
     ((a + b) * (rank + 1)).sum().backward()  # without a weight
@@ -513,10 +439,7 @@ def test_odd_ways(rank: int) -> None:
 
     optimizer.zero_grad()
     with optimizer.no_sync():
-        if rank == 1:
-            optimizer.skip()
-        else:
-            (a + b).sum().backward()
+        _skip_on_1(rank, optimizer, a + b)
     optimizer.zero_grad()
     if rank == 0:
         a.grad = torch.full_like(a, 3.0)
@@ -524,20 +447,43 @@ def test_odd_ways(rank: int) -> None:
     assert _first(a) == [1.5]
     optimizer.close()
 
-    a, frozen = (nn.Parameter(torch.zeros(2).double(), requires_grad=i == 0) for i in range(2))
-    optimizer = torchring.wrap(torch.optim.SGD([a, frozen], lr=1.0))
-    frozen.requires_grad_(True)
-    with optimizer.no_sync():
-        ((a + frozen) * (rank + 1)).sum().backward()
-    optimizer.synchronize()
-    assert [*_first(a, frozen), attempt(optimizer.step)] == [1.5, 1.5, ""]
-    optimizer.close()
-
     (a, b), optimizer = _pair()
     (a + b).sum().backward()
     optimizer.weigh(4)
     with optimizer.no_sync():
         assert "weights were given with gradients of an earlier step" in attempt((a + b).sum().backward)
+
+
+@ranks(2)
+def test_parameters_that_thaw(rank: int) -> None:
+    """Before a local backward, with a weight and without."""
+    for weight, expected in ((1, [4.0, 4.0]), (None, [1.5, 1.5])):
+        a, frozen = (nn.Parameter(torch.zeros(2).double(), requires_grad=i == 0) for i in range(2))
+        optimizer = torchring.wrap(torch.optim.SGD([a, frozen], lr=1.0))
+        frozen.requires_grad_(True)
+        if weight is None:
+            _backward(optimizer, (a + frozen) * (rank + 1), is_local=True)
+            optimizer.synchronize()
+        else:
+            optimizer.weigh(weight)
+            _backward(optimizer, a + frozen, is_local=True)
+            _backward(optimizer, a * 5 + frozen * 5, 3)
+        assert [*_first(a, frozen), attempt(optimizer.step)] == [*expected, ""]
+        optimizer.close()
+
+
+@pytest.mark.parametrize(("inside", "shares"), [(False, (1.0, 3.0)), (True, (1.0, 3.0)), (False, (2.0, 0.0))])
+@ranks(2)
+def test_a_weight_for_gradients_of_autograd_grad(inside: bool, shares: tuple[float, float], rank: int) -> None:
+    (a, b), optimizer = _pair()
+    with torchring.join(optimizer) if inside else contextlib.nullcontext():
+        optimizer.weigh(shares[rank])
+        a.grad = torch.full_like(a, rank + 1.0 if shares[rank] else math.nan)
+        optimizer.synchronize()
+        expected = 1.75 if shares[1] else 1.0
+        assert _first(a, b) == [expected, None]
+        (a * (rank + 1)).sum().backward()  # without a weight
+        assert _first(a) == [expected + 1.5]
 
 
 @ranks(2)
@@ -584,29 +530,22 @@ def test_a_parameter_thaws_where_no_rank_has_samples() -> None:
     assert w.tolist() == late.tolist() == [0.9]
 
 
-def _on_results(rank: int, size: int) -> list[Any]:
-    """Without zero_grad(), a backward adds to the result of an earlier one."""
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
+def test_a_backward_that_adds_to_results(world_size: int, rank: int) -> None:
     w = nn.Parameter(torch.zeros(1).double())
     optimizer = torchring.wrap(torch.optim.SGD([w], lr=0.1))
 
-    def train(*weights: float) -> list[float]:
+    def train(*weights: float) -> list[float | None]:
         optimizer.zero_grad()
         for i, weight in enumerate(weights):
-            optimizer.weigh(weight)
-            (w * (1 + 4 * i)).sum().backward()
-        assert w.grad is not None
-        return w.grad.tolist()
+            _backward(optimizer, w * (1 + 4 * i), weight)
+        return _first(w)
 
-    added = [train(1, 3), train(2, 2 - 2 * min(rank, 1)), train(0, 1)]
-    return [added, attempt(lambda: train(1, 0))]
-
-
-def test_a_backward_that_adds_to_results() -> None:
-    for size in (1, 2):
-        for added, all_zero in run_pooled(_on_results, size):
-            assert added == [[6.0], [6.0], [5.0]]
-            if size > 1:
-                assert all_zero.startswith("GradientError: all ranks gave weight 0 to a backward() that adds")
+    assert [train(1, 3), train(2, 2 - 2 * min(rank, 1)), train(0, 1)] == [[6.0], [6.0], [5.0]]
+    all_zero = attempt(lambda: train(1, 0))
+    if world_size > 1:
+        assert all_zero.startswith("GradientError: all ranks gave weight 0 to a backward() that adds")
 
 
 def test_odd_ways_in_a_world_of_one() -> None:
