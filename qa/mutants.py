@@ -65,11 +65,11 @@ TESTS = {
         "not test_semantics or PyTorch",
     ),
     "torchring/gradients/weights.py": (
-        "gradients/test_weights gradients/test_local horovod/test_optimizer elastic/test_elastic",
-        "test_weights or test_local or what_a_script_does or the_weight_of_its_batch",
+        "gradients/test_weights horovod/test_optimizer elastic/test_elastic",
+        "test_weights or what_a_script_does or the_weight_of_its_batch",
     ),
     "torchring/gradients/local.py": (
-        "gradients/test_local gradients/test_weights observe/test_recorder optimizer/test_options",
+        "gradients/test_weights observe/test_recorder optimizer/test_options",
         "not test_recorder or world_of_one or closure",
     ),
     "torchring/participants/buffers.py": ("participants/test_buffers", ""),

@@ -548,6 +548,25 @@ def test_a_backward_that_adds_to_results(world_size: int, rank: int) -> None:
         assert all_zero.startswith("GradientError: all ranks gave weight 0 to a backward() that adds")
 
 
+def test_groups_of_backwards_in_a_world_of_one() -> None:
+    """Which reduces nothing."""
+    (a, _), optimizer = _pair(accumulate=2)
+    _backward(optimizer, a * 5, 1)
+    optimizer.skip()
+    assert "gradients of an earlier step" in attempt(lambda: optimizer.weigh(3))
+
+    (a, _), optimizer = _pair(accumulate=2)
+    _backward(optimizer, a * 5, 1)
+    with optimizer.no_sync():  # what is skipped here does not count
+        optimizer.skip()
+        optimizer.weigh(3)
+        assert torch.autograd.grad((a * 7).sum(), a)[0].tolist() == [7.0, 7.0], "not of the mean"
+        optimizer.skip()
+    assert _first(a) == [5.0]
+    _backward(optimizer, a, 3)
+    assert _first(a) == [2.0], "the mean of 5 and three times 1"
+
+
 def test_odd_ways_in_a_world_of_one() -> None:
     (weight, _), optimizer = _pair()
     for set_to_none in (True, False):
