@@ -69,8 +69,8 @@ TESTS = {
         "test_weights or what_a_script_does or the_weight_of_its_batch",
     ),
     "torchring/gradients/local.py": (
-        "gradients/test_weights observe/test_recorder optimizer/test_options",
-        "not test_recorder or world_of_one or closure",
+        "gradients/test_weights observe/test_recorder optimizer/test_options optimizer/test_semantics",
+        "not (test_recorder or test_semantics) or world_of_one or closure or optimizers",
     ),
     "torchring/participants/buffers.py": ("participants/test_buffers", ""),
     "torchring/gradients/layout.py": (

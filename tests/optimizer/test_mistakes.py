@@ -496,6 +496,20 @@ def _state_on_one_rank(rank: int) -> None:
     model(torch.ones(1, 3)).sum().backward()
 
 
+def _another_optimizer(of_rank_1: Callable[[Model], torch.optim.Optimizer]) -> Callable[[int], None]:
+    def script(rank: int) -> None:
+        model = small_model()
+        optimizer = torchring.wrap(of_rank_1(model) if rank == 1 else momentum(model), model)
+        _go_on(model, optimizer, rank)
+
+    return script
+
+
+def _skip_a_closure(rank: int) -> None:
+    _, optimizer = _wrapped(on_nonfinite="skip")
+    optimizer.step(lambda: 0.0)
+
+
 def _schedule_by_own_loss(rank: int) -> None:
     model, optimizer = _wrapped()
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, cooldown=9)
@@ -689,6 +703,12 @@ REFUSED: Final[dict[str, tuple[Callable[[int], object], str | tuple[str, str]]]]
         _state_on_one_rank,
         "(?s)step of param_groups.0. is 0.0 on rank 1, 1.0 on rank 0.*broadcast_optimizer_state",
     ),
+    "another class": (_another_optimizer(lambda model: torch.optim.AdamW(model.parameters())), "Error: "),
+    "other groups": (
+        _another_optimizer(lambda model: torch.optim.SGD([{"params": p} for p in model.parameters()])),
+        "Error: ",
+    ),
+    "a closure that may be skipped": (_skip_a_closure, "does not work with on_nonfinite='skip'"),
     "a schedule by the rank's loss": (
         _schedule_by_own_loss,
         "lr of param_groups.0. is 0.01.* on rank 1, 0.1 on rank 0",

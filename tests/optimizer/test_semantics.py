@@ -612,6 +612,19 @@ def _closure(side: Side, kind: str) -> Sequence[Any]:
     return [*losses, *values(model)]
 
 
+def _skipping(side: Side, value: float, options: dict[str, Any]) -> Sequence[Any]:
+    """Rank 1 has such a gradient in step 1, which all ranks leave out."""
+    model = small_model()
+    optimizer = side.wrap(torch.optim.Adam(model.parameters(), lr=0.05), model, on_nonfinite="skip", **options)
+
+    def loss(rank: int, step: int) -> Tensor:
+        return loss_on(model, rank, step) * (value if (rank, step) == (1, 1) else 1.0)
+
+    train(side, model, optimizer, range(4) if side.is_wrapped else (0, 2, 3), loss)
+    num_skipped = optimizer.stats().num_skipped_steps if side.is_wrapped else 1
+    return [num_skipped, *(int(state["step"]) for state in optimizer.state.values()), *values(model)]
+
+
 # Several optimizers and models
 
 
@@ -754,6 +767,9 @@ CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         **{f"GradScaler, {kind}": (amp, kind, None) for kind in ("plain", "clipped", "fused")},
         **{f"GradScaler, {kind}, inf on rank 1": (amp, kind, 2) for kind in ("plain", "clipped", "fused")},
         **{f"SAM, {how}": (_sam, how) for how in ("together", "own", "nan")},
+        "NaN, skip": (_skipping, float("nan"), {}),
+        "infinity, skip, native": (_skipping, float("-inf"), _NATIVE),
+        "NaN, skip, on a thread": (_skipping, float("nan"), {"overlap": "thread"}),
         **{f"load into {into}": (_saved_and_loaded, into) for into in ("itself", "plain, then wrapped", "wrapped")},
         "deepcopy": (_copied, "deepcopy"),
         "pickle": (_copied, "pickle"),
