@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import torchring
 from tests.support.checks import assert_bitwise, assert_same_everywhere, digest
 from tests.support.harness import ranks, run_ranks
+from tests.support.training import attempt
 from torchring import initial_state as state
 from torchring.collectives import operations
 from torchring.collectives.service import Collectives
@@ -34,19 +36,6 @@ def trained(rank: int) -> tuple[torch.nn.Linear, torch.optim.Adam]:
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [value for state in optimizer.state.values() for value in state.values()]
-
-
-def error_of(optimizer: torch.optim.Optimizer) -> str:
-    try:
-        torchring.wrap(optimizer).close()
-    except (TypeError, ValueError, torchring.PlanMismatchError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-class _Schedule:
-    def __init__(self, period: int) -> None:
-        self.period = period
 
 
 @ranks(2)
@@ -95,14 +84,14 @@ def test_state_is_sent_where_it_differs_and_what_cannot_be_sent_is_named_on_all_
     for value, kind, holders, culprit in (
         (lambda step: step, "function", (0, 1), rank),
         (lambda step: step, "function", (1,), 1),
-        (_Schedule(rank), "_Schedule", (0, 1), 0),
-        (_Schedule(5), "", (0, 1), None),
+        (SimpleNamespace(period=rank), "SimpleNamespace", (0, 1), 0),
+        (SimpleNamespace(period=5), "", (0, 1), None),
         ({"a": (rank, [0.5])}, "", (0, 1), None),
     ):
         _, optimizer = trained(0)
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
         optimizer.param_groups[1]["schedule"] = value if rank in holders else None
-        error = error_of(optimizer)
+        error = attempt(lambda optimizer=optimizer: torchring.wrap(optimizer).close())
         beginning = "TypeError: " if rank == culprit else others.format(culprit)
         assert error.startswith(f"{beginning}{place}{kind}, cannot be sent to other ranks: ") if kind else not error
         if holders == (0, 1) and kind == "function":

@@ -166,21 +166,9 @@ class _Training:
             optimizer.synchronize()
         return self._gradient()
 
-    def num_reductions(self) -> int:
-        return sum(optimizer.stats().num_reductions for optimizer in self.optimizers)
-
     def _gradient(self) -> float:
         values = {value for p in self.parameters if p.grad is not None for value in p.grad.tolist()}
         return values.pop() if len(values) == 1 else float("nan")
-
-
-def _train_and_sum_up(training: _Training) -> tuple[list[float], list[float]]:
-    sums: list[float] = []
-    thread = threading.Thread(target=lambda: sums.extend(training.all_reduce(float(i)) for i in range(200)))
-    thread.start()
-    gradients = [training.backward(2.0) for _ in range(60)]
-    thread.join()
-    return sums, gradients
 
 
 @ranks(2, run_ranks)
@@ -189,9 +177,17 @@ def test_a_thread_may_call_collectives_while_another_one_trains(rank: int) -> No
     replicas.STEPS_BETWEEN_CHECKS = 1  # type: ignore[misc]  # what torchring itself asks, after every backward
     gc.disable()
     world = weakref.ref(torchring.init(timeout_seconds=20.0))
-    sums, gradients = _train_and_sum_up(_Training(rank, 2))
-    assert sums == [3.0 * i for i in range(200)]
-    assert gradients == [6.0] * 60
+
+    def train(training: _Training) -> None:
+        sums: list[float] = []
+        thread = threading.Thread(target=lambda: sums.extend(training.all_reduce(float(i)) for i in range(200)))
+        thread.start()
+        gradients = [training.backward(2.0) for _ in range(60)]
+        thread.join()
+        assert sums == [3.0 * i for i in range(200)]
+        assert gradients == [6.0] * 60
+
+    train(_Training(rank, 2))
     torchring.shutdown()
     assert world() is None, "a closed world is held by a cycle of references"
     wait_until(lambda: "torchring-store" not in [t.name for t in threading.enumerate()], "the store's thread to end")
@@ -235,7 +231,6 @@ def _at_any_time(rank: int, size: int, is_one_host: bool, num_turns: int) -> Any
                 outcome: Any = call(factor) == factor * training.total
             except (_Stop, RingError) as error:
                 outcome = (type(error).__name__, str(error))
-                torch.set_grad_enabled(True)  # torch.no_grad() may have been stopped in its own __exit__
                 torch.set_grad_enabled(True)  # the signal may have come while torch.no_grad() was being left
             outcomes.append((call.__name__, outcome, time.monotonic() - started))
         is_armed = False  # a signal that is on its way already shall do nothing

@@ -133,18 +133,28 @@ def test_a_batch_of_weight_zero_does_not_count(world_size: int) -> None:
     [
         ("weight 0 after forward", "so its forward must know the weight: call weigh(0) before forward"),
         ("a number of samples", "a batch has weight 5, and SyncBatchNorm's backward takes only weigh(1), and weigh(0)"),
-        ("one of two", "a batch has weight 0: call weigh(0) on all optimizers of the model"),
+        ("weight 0 of one of two", "a batch has weight 0: call weigh(0) on all optimizers of the model"),
+        ("forward twice", "SyncBatchNorm(1 backward)"),
+        ("another layer", "SyncBatchNorm(1 forward)"),
+        ("no values", "needs more than one value of each channel, got 0 on all ranks"),
     ],
 )
 @ranks(2)
-def test_weights_that_are_not_clear_are_refused(rank: int, how: str, said: str) -> None:
+def test_what_does_not_fit_together_is_refused(rank: int, how: str, said: str) -> None:
+    """Weights that are not clear, and ranks that do not run the same."""
+    torch.manual_seed(0)
     model = torchring.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
     optimizers = [torchring.wrap(torch.optim.SGD(layer.parameters(), lr=0.1), model) for layer in (model[0], model[2])]
-    x = torch.randn(5, 3)
+    other, x = torchring.SyncBatchNorm(4), torch.randn(5, 3)
 
     def run() -> None:
-        result = model(x)
-        optimizers[0].weigh(5 if how == "a number of samples" else 1 - rank)
+        if how == "forward twice" and rank == 1:
+            model(x)
+        if how == "another layer" and rank == 1:
+            other(x[:, :1].expand(5, 4))
+        result = model(x[:0] if how == "no values" else x)
+        if "weight 0" in how or how == "a number of samples":
+            optimizers[0].weigh(5 if how == "a number of samples" else 1 - rank)
         if how == "weight 0 after forward":
             optimizers[1].weigh(1 - rank)
         result.sum().backward()
@@ -154,6 +164,10 @@ def test_weights_that_are_not_clear_are_refused(rank: int, how: str, said: str) 
     problems = torchring.all_gather_object(problem)
     assert all(problems)
     assert any(said in problem for problem in problems), problems
+    if "weigh" not in how:
+        assert said in problem
+    if how in ("forward twice", "another layer"):
+        assert ("SyncBatchNorm(forward)" if how == "another layer" else "SyncBatchNorm(1 forward)") in problem
 
 
 @ranks(2)
@@ -179,44 +193,19 @@ def test_half_precision(rank: int) -> None:
         assert torch.equal(kept.running_mean, layers[1].running_mean)
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("forward twice", ["SyncBatchNorm(1 forward)", "SyncBatchNorm(1 backward)"]),
-        ("another layer", ["SyncBatchNorm(forward)", "SyncBatchNorm(1 forward)"]),
-        ("no values", ["needs more than one value of each channel, got 0 on all ranks"]),
-    ],
-)
-@ranks(2)
-def test_ranks_that_do_not_run_the_same_are_told(rank: int, how: str, said: list[str]) -> None:
-    torch.manual_seed(0)
-    model = torchring.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
-    other = torchring.SyncBatchNorm(4)
-    x = torch.randn(5, 3)
-
-    def run() -> None:
-        if how == "forward twice" and rank == 1:
-            model(x)
-        if how == "another layer" and rank == 1:
-            other(x[:, :1].expand(5, 4))
-        result = model(x[:0] if how == "no values" else x)
-        result.sum().backward()
-
-    problem = attempt(run)
-    assert all(text in problem for text in said), problem
-
-
 def test_conversion_keeps_what_there_is() -> None:
-    shared = nn.BatchNorm1d(4)
+    shared, calls = nn.BatchNorm1d(4), []
     model = nn.ModuleDict({"a": shared, "b": nn.Sequential(nn.BatchNorm2d(2, momentum=None), nn.LayerNorm(4))})
     model["twice"] = shared
     model["theirs"] = nn.SyncBatchNorm(3)
-    calls: list[int] = []
     shared.register_forward_hook(lambda *_: calls.append(1))
-    before = {name: id(value) for name, value in [*model.named_parameters(), *model.named_buffers()]}
-    keys = list(model.state_dict())
+
+    def identities() -> dict[str, int]:
+        return {name: id(value) for name, value in [*model.named_parameters(), *model.named_buffers()]}
+
+    before, keys = identities(), list(model.state_dict())
     assert torchring.convert_sync_batchnorm(model) is model
-    assert {name: id(value) for name, value in [*model.named_parameters(), *model.named_buffers()]} == before
+    assert identities() == before
     assert list(model.state_dict()) == keys
     assert model["a"] is model["twice"]
     layers = [model["a"], model["b"][0], model["theirs"]]
@@ -225,10 +214,8 @@ def test_conversion_keeps_what_there_is() -> None:
     assert isinstance(model["b"][1], nn.LayerNorm)
     model["a"](torch.randn(3, 4))
     assert calls == [1]
-    again = torchring.convert_sync_batchnorm(layers[1])
-    assert again is layers[1]
-    alone = nn.BatchNorm3d(2)
-    assert isinstance(torchring.convert_sync_batchnorm(alone), torchring.SyncBatchNorm)
+    assert torchring.convert_sync_batchnorm(layers[1]) is layers[1]
+    assert isinstance(torchring.convert_sync_batchnorm(nn.BatchNorm3d(2)), torchring.SyncBatchNorm)
 
 
 def test_a_world_of_one_is_batch_norm() -> None:
@@ -242,15 +229,14 @@ def test_a_world_of_one_is_batch_norm() -> None:
 
 
 def test_layers_that_cannot_be_converted_are_named() -> None:
-    with pytest.raises(ValueError, match="0 has no shape yet"):
-        torchring.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
-
     class Activated(nn.BatchNorm1d):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input).relu()
 
-    with pytest.raises(ValueError, match="0 is a Activated, which has a forward of its own"):
-        torchring.convert_sync_batchnorm(nn.Sequential(Activated(2)))
-    model = nn.Sequential(nn.Linear(2, 2), nn.utils.parametrizations.weight_norm(nn.BatchNorm1d(2)))
-    with pytest.raises(ValueError, match="1 is parametrized; convert first"):
-        torchring.convert_sync_batchnorm(model)
+    for layer, said in (
+        (nn.LazyBatchNorm1d(), "1 has no shape yet"),
+        (Activated(2), "1 is a Activated, which has a forward of its own"),
+        (nn.utils.parametrizations.weight_norm(nn.BatchNorm1d(2)), "1 is parametrized; convert first"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            torchring.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), layer))

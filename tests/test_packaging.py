@@ -21,7 +21,6 @@ import torchring
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("kernels", "bench")  # folders at the top that are sub-packages of the distribution
 LINKED_FILES = sorted(str(f.relative_to(ROOT)) for name in LINKED for f in (ROOT / name).rglob("*.py"))
-NOT_INSTALLED = {"kernels", "tests", "qa", "bench", "examples", "docs", "build"}
 
 
 def pip(*arguments: str | Path) -> None:
@@ -40,11 +39,6 @@ def build_wheel(source: Path, target: Path) -> Path:
     pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", target, source)
     (wheel,) = target.glob("*.whl")
     return wheel
-
-
-def names_in(wheel: Path) -> list[str]:
-    with zipfile.ZipFile(wheel) as archive:
-        return archive.namelist()
 
 
 @pytest.fixture(scope="module")
@@ -71,49 +65,44 @@ def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return archive
 
 
+def names_in(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
 def check_contents(names: list[str]) -> None:
     assert len(LINKED_FILES) > 8
-    for file in LINKED_FILES:
-        assert f"torchring/{file}" in names
+    assert {f"torchring/{file}" for file in LINKED_FILES} <= set(names)
     assert {"torchring/py.typed", "torchring/bench/micro/pytest.ini"} <= set(names)
     assert {"torchring/report/show/page.css", "torchring/report/show/page.html"} <= set(names)
     modules = {str(f.relative_to(ROOT)) for f in (ROOT / "torchring").rglob("*.py") if f.parent.name not in LINKED}
     assert modules <= set(names)
     tops = {name.split("/")[0] for name in names}
-    assert tops.isdisjoint(NOT_INSTALLED)
     assert {top for top in tops if not top.endswith(".dist-info")} == {"torchring"}
     assert [name for name in names if name.endswith((".pyc", ".so"))] == []
 
 
 @pytest.mark.grid
-def test_wheel_contents(source: Path, wheel: Path) -> None:
+def test_what_a_wheel_has(source: Path, wheel: Path) -> None:
     assert wheel.name == f"torchring-{torchring.__version__}-py3-none-any.whl"
     names = names_in(wheel)
     check_contents(names)
+    for left_out in ("torchring/kernels/pack.py", "torchring/py.typed"):
+        with pytest.raises(AssertionError):
+            check_contents([name for name in names if name != left_out])
+    for more in ("kernels/__init__.py", "tests/test_x.py", "torchring/native.so"):
+        with pytest.raises(AssertionError):
+            check_contents([*names, more])
+    scripts = configparser.ConfigParser()
     with zipfile.ZipFile(wheel) as archive:
         for name in names:
             if name.startswith("torchring/"):
                 assert archive.read(name) == (source / name).read_bytes(), name
-    for wrong in (
-        *(
-            [name for name in names if name != left_out]
-            for left_out in ("torchring/kernels/pack.py", "torchring/py.typed")
-        ),
-        *([*names, more] for more in ("kernels/__init__.py", "tests/test_x.py", "torchring/native.so")),
-    ):
-        with pytest.raises(AssertionError):
-            check_contents(wrong)
-
-
-@pytest.mark.grid
-def test_wheel_metadata(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        (folder,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+        (folder,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
         metadata = Parser().parsestr(archive.read(f"{folder}/METADATA").decode())
-        scripts = configparser.ConfigParser()
         scripts.read_string(archive.read(f"{folder}/entry_points.txt").decode())
         assert archive.read(f"{folder}/top_level.txt").decode().split() == ["torchring"]
-        assert f"{folder}/licenses/LICENSE" in archive.namelist()
+    assert f"{folder}/licenses/LICENSE" in names
     assert dict(scripts["console_scripts"]) == {"torchring": "torchring.__main__:main"}
     assert metadata["Version"] == torchring.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
@@ -247,13 +236,10 @@ def test_this_environment_resolves_the_kernels(tmp_path: Path) -> None:
     assert said[1] == "None" or not said[1].startswith(str(ROOT))
 
 
-def test_version_is_said_once() -> None:
+def test_version_is_said_once_and_every_folder_of_the_package_is_installed() -> None:
+    """setuptools finds those with an `__init__.py`."""
     (declared,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert declared == torchring.__version__
-
-
-def test_every_folder_of_the_package_is_installed() -> None:
-    """setuptools finds those with an `__init__.py`."""
     folders = {Path(folder) for folder, _, _ in os.walk(ROOT / "torchring", followlinks=True)}
     without = [folder for folder in folders if [*folder.glob("*.py")] and not (folder / "__init__.py").is_file()]
     assert len(folders) > 20
