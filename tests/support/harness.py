@@ -536,7 +536,7 @@ def _difference(what: str, now: Any, before: Any) -> str:
 def _state_of_process() -> dict[str, Any]:
     """What a test must leave as it was found."""
     fds = Counter(_target(fd) for fd in Path("/proc/self/fd").iterdir())
-    state = {
+    return {
         "open files": {target: count for target, count in fds.items() if target},
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "native threads": len(os.listdir("/proc/self/task")),
@@ -548,23 +548,28 @@ def _state_of_process() -> dict[str, Any]:
         "settings": (gc.isenabled(), torch.get_default_dtype(), torch.is_grad_enabled(), sys.excepthook),
         "default device": torch.get_default_device(),
         "determinism": torch.get_deterministic_debug_mode(),
+        "replaced": _replaced(),
     }
-    return state | {f"definitions of {owner}": value for owner, value in _definitions().items()}
 
 
-def _definitions() -> dict[str, dict[str, object]]:
-    """By module and class of torchring: the functions, classes and constants that it had when first looked at."""
+def _replaced() -> dict[str, object]:
+    """Functions, classes and constants of torchring's modules and classes that are not as when first looked at."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torchring" and name not in _looked_at:
             owners = {name: vars(module)}
             owners |= {f"{name}.{x}": vars(o) for x, o in owners[name].items() if isinstance(o, type)}
             for owner, names in owners.items():
-                held = [x for x, o in names.items() if isinstance(o, (FunctionType, type)) or x.isupper()]
+                held = {x: o for x, o in names.items() if isinstance(o, (FunctionType, type)) or x.isupper()}
                 _looked_at[owner] = names, held
-    return {owner: {x: names.get(x) for x in held} for owner, (names, held) in _looked_at.items()}
+    return {
+        f"{owner}.{x}": names.get(x)
+        for owner, (names, held) in _looked_at.items()
+        for x, o in held.items()
+        if names.get(x) is not o
+    }
 
 
-_looked_at: dict[str, tuple[Mapping[str, object], list[str]]] = {}
+_looked_at: dict[str, tuple[Mapping[str, object], dict[str, object]]] = {}
 
 
 def _target(fd: Path) -> str:
@@ -634,16 +639,29 @@ class _Leftovers:
         self.environ = {"TMPDIR": self.tmpdir}
         self.processes_before = set(_descendants())
         self.shm_before = set(os.listdir("/dev/shm"))
+        self.is_clean = False  # all processes have ended, as `sweep` has seen
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kill()
+        end = time.monotonic() + _PATIENCE
+        while not self.is_clean and (pids := self.processes()) and time.monotonic() < end:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def processes(self) -> list[int]:
-        """Process ids of the run's processes that are alive."""
-        found = _descendants().items()
-        return [process[0] for process, state in found if process not in self.processes_before and state != "Z"]
+        """Process ids of the run's processes that are alive; reaps those that have ended."""
+        alive = []
+        for process, state in _descendants().items():
+            if process not in self.processes_before:
+                if state != "Z":
+                    alive.append(process[0])
+                else:
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(process[0], os.WNOHANG)
+        return alive
 
     def files(self) -> list[str]:
         """New files in /dev/shm that no process uses (others' programs may be busy there too), and those in TMPDIR."""
@@ -654,25 +672,15 @@ class _Leftovers:
         return [str(path) for path in shm if _is_abandoned(path)] + tmp
 
     def sweep(self) -> list[str]:
-        """Describe what the run has left; kill what is a process. Files in /dev/shm are named, not deleted."""
+        """Describe what the run has left; `__exit__` kills what is a process. Files are named, not deleted."""
         end = time.monotonic() + patient(_SETTLE)
-        while (self.processes() or self.files()) and time.monotonic() < end:
+        while True:
+            processes, files = self.processes(), self.files()
+            self.is_clean = not processes
+            if not (processes or files) or time.monotonic() > end:
+                break
             time.sleep(0.02)
-        alive = [f"process {pid} ({_command(pid)}), killed" for pid in self.processes()]
-        if alive:
-            self._kill()  # before looking for files: what they used is now abandoned
-        return alive + [f"file {path}" for path in self.files()]
-
-    def _kill(self) -> None:
-        end = time.monotonic() + _PATIENCE
-        while (pids := self.processes()) and time.monotonic() < end:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
-        for pid, _start in set(_descendants()) - self.processes_before:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+        return [f"process {pid} ({_command(pid)}), killed" for pid in processes] + [f"file {path}" for path in files]
 
 
 def _descendants() -> dict[tuple[int, int], str]:
