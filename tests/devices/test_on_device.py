@@ -193,36 +193,25 @@ def _two_models(side: Side) -> Sequence[Any]:
     return [*values(maker), *values(judge)]
 
 
-class _Strided(torch.autograd.Function):
-    """Gradients as some operations make them: expanded, transposed."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, weight: Tensor, factor: float) -> Tensor:
-        ctx.factor, ctx.shapes = factor, (bias.shape, weight.shape)
-        return (bias.sum() + weight.sum()) * factor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        bias, (rows, columns) = ctx.shapes
-        numbers = torch.arange(rows * columns, dtype=gradient.dtype).view(columns, rows).t()
-        return (gradient * ctx.factor).expand(bias), numbers * ctx.factor * gradient, None
-
-
-def _strided_gradients(side: Side) -> Sequence[Any]:
-    bias, weight = nn.Parameter(torch.ones(17).double()), nn.Parameter(torch.ones(5, 3).double())
-    optimizer = side.wrap(torch.optim.SGD([bias, weight], lr=0.125), compression="fp16")
+def _own_gradients(side: Side, options: dict[str, Any]) -> Sequence[Any]:
+    """The script keeps them in memory of its own, in another order than the parameter's."""
+    weight, factors = nn.Parameter(torch.ones(5, 3).double()), torch.arange(15.0).view(5, 3)
+    optimizer = side.wrap(torch.optim.SGD([weight], lr=0.125), **options)
+    own = weight.grad = torch.zeros(3, 5).double().t()
     for _ in range(3):
-        optimizer.zero_grad()
-        side.mean(lambda rank: _Strided.apply(bias, weight, float(rank + 1))).backward()
+        optimizer.zero_grad(set_to_none=False)
+        side.mean(lambda rank: (weight * factors * (rank + 1)).sum()).backward()
         optimizer.step()
-    return [bias.grad, weight.grad, bias.detach(), weight.detach()]
+    return [own.clone(), weight.grad, weight.detach()]
 
 
 _SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {
     **scripts.ON_DEVICES,
     "two models": (_two_models, (), 1e-9),
     "two models, one on the CPU": (_two_models, (), 1e-9),
-    "strided gradients, fp16": (_strided_gradients, (), 1e-12),
+    "own gradients": (_own_gradients, ({},), 1e-9),
+    "own gradients, fp16": (_own_gradients, ({"compression": "fp16"},), 1e-9),
+    "number, empty, strided": (scripts.of_kind, ("number, empty, strided", {}), 1e-9),
 }
 
 
@@ -231,7 +220,9 @@ def _check_script(results: list[Any], name: str) -> None:
     assert_as_one_process(script, *args, tolerance=tolerance, run=lambda *_: results)
 
 
-@scenario(_SCRIPTS, check=_check_script, smoke=["unused on some ranks", "no_sync", "kept gradients"])
+@scenario(
+    _SCRIPTS, check=_check_script, smoke=["unused on some ranks", "no_sync", "kept gradients", "own gradients, fp16"]
+)
 def test_what_holds_on_the_cpu_holds_on_a_device(name: str, rank: int) -> Sequence[Any]:
     script, args, _ = _SCRIPTS[name]
     stream = "another" if "side stream" in name else COMPUTE
