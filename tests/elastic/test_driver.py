@@ -623,17 +623,29 @@ def test_a_discovery_script_that_fails(
     assert (hosts.known, hosts.problem) == (None, f"the discovery script '{tmp_path}/discover' {trouble}")
 
 
-def test_a_failure_is_named_once_and_the_last_good_answer_stays_in_force(tmp_path: Path) -> None:
-    hosts = hosts_module.from_script(script(tmp_path, "echo localhost:2"))
+@pytest.mark.parametrize("is_script", [True, False])
+def test_a_failure_is_named_once_and_the_last_good_answer_stays_in_force(is_script: bool, tmp_path: Path) -> None:
+    """Of a script, or of a host file, which is read again."""
+    file = tmp_path / "discover"
+
+    def says(slots: int) -> None:
+        if is_script:
+            script(tmp_path, f"echo localhost:{slots}" if slots else "exit 3")
+        else:
+            file.write_text(f"localhost slots={slots}\n" if slots else "# nothing")
+
+    says(2)
+    hosts = (hosts_module.from_script if is_script else hosts_module.from_file)(str(file))
     hosts.ask()
     for known in (2, 3):  # after a good answer, it is news again
-        script(tmp_path, "exit 3")
+        says(0)
         hosts.ask()
         hosts.ask()
         (warning,) = hosts.take_warnings()
-        assert warning.endswith("failed with exit code 3; the hosts known so far are kept")
+        assert ("failed with exit code 3" if is_script else "names no host") in warning
+        assert warning.endswith("; the hosts known so far are kept")
         assert hosts.known == (Host("localhost", known),)
-        script(tmp_path, "echo localhost:3")
+        says(3)
         hosts.ask()
         assert (hosts.known, hosts.problem) == ((Host("localhost", 3),), "")
 
@@ -646,19 +658,6 @@ def test_a_script_that_runs_is_killed_when_the_job_is_over(tmp_path: Path) -> No
     wait_until((tmp_path / "pid").exists, "the script")
     hosts.close()
     assert not is_running(int((tmp_path / "pid").read_text()))
-
-
-def test_a_host_file_is_read_again(tmp_path: Path) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("localhost slots=1\n")
-    hosts = hosts_module.from_file(str(file))
-    file.write_text("localhost slots=2\n")
-    hosts.ask()
-    assert hosts.known == (Host("localhost", 2),)
-    file.unlink()
-    hosts.ask()
-    assert hosts.known == (Host("localhost", 2),)
-    assert "cannot read the host file" in hosts.take_warnings()[0]
 
 
 # ---- the store
@@ -757,11 +756,8 @@ while True:
         state = "meeting"
 """
 
-# As sshd does: what stands behind the host is for a shell, which has little of the environment.
-SSH = """while [ "$1" != 192.0.2.1 ]; do shift; done
-shift
-exec env -i PATH="$PATH" HOME="$HOME" REPORTS="$REPORTS" sh -c "$*"
-"""
+# Behind ssh there is little of the environment.
+SSH = {"192.0.2.1": 'exec env -i PATH="$PATH" HOME="$HOME" REPORTS="$REPORTS" sh -c "$*"'}
 
 
 def test_a_job_from_start_to_finish(tmp_path: Path) -> None:

@@ -29,25 +29,6 @@ from torchring.rendezvous.environment import JOB
 
 REAPER = Path(run_module.__file__).with_name("reaper.py")
 
-# As sshd does: what stands behind the host, joined by spaces, is for the user's shell. `cases` says where that runs.
-SSH = """while [ $# -gt 0 ]; do
-    case "$1" in
-        -o) shift 2 ;;
-        -G) echo "hostname 127.0.0.1"; exit ;;
-        -*) shift ;;
-        *) break ;;
-    esac
-done
-host=$1
-shift
-echo "$host" >>"$SSH_LOG"
-echo "$*" >>"$SSH_LOG.commands"
-case "$host" in
-%s
-    *) echo "ssh: Could not resolve hostname $host: Name or service not known" >&2; exit 255 ;;
-esac
-"""
-
 # Says where it is, then does as it is told; torch is not imported.
 RANK = """
 import json, os, pathlib, sys, time
@@ -75,18 +56,10 @@ if sys.argv[1:2] == ["fail"]:
 """
 
 
-def make_cluster(folder: Path, cases: str) -> Launcher:
-    """With an ssh that knows the hosts of `cases`, and notes what it was told."""
-    cluster = Launcher(folder, SSH % cases)
-    cluster.environ["SSH_LOG"] = str(folder / "log")
-    cluster.script(RANK)
-    return cluster
-
-
 @pytest.fixture
 def cluster(tmp_path: Path) -> Launcher:
     """Two "hosts", both this machine, which only ssh knows."""
-    return make_cluster(tmp_path, '    far | further) exec sh -c "$*" ;;')
+    return Launcher(tmp_path, dict.fromkeys(("far", "further"), 'exec sh -c "$*"'))
 
 
 # ---- hosts
@@ -332,7 +305,7 @@ def test_hosts_over_ssh(cluster: Launcher) -> None:
     given = ["fail", "2", "a b", "$HOME", "it's", "--", "-np", "*", ""]
     hosts = ["--launcher", "ssh", "-H", "far:2,further:9", "-np", "3", "--tag-output"]
     setting = cluster.environ["SETTING"] = f"x y's $Z\n {secrets.token_hex(8)}"
-    ran = cluster.run("run", *hosts, "--env", "SETTING", "script.py", *given)
+    ran = cluster.run("run", *hosts, "--env", "SETTING", cluster.script(RANK), *given)
     assert ran.returncode == 3, ran.stderr
     lines = ran.stdout.splitlines()
     for rank in range(3):  # each line whole, and each rank's in order
@@ -344,8 +317,7 @@ def test_hosts_over_ssh(cluster: Launcher) -> None:
     assert "torchring run: rank 2 (pid " in ran.stderr
     assert "torchring run: the processes on further failed, with exit code 3" in ran.stderr
     assert not any(map(is_running, cluster.pids()))
-    log = Path(cluster.environ["SSH_LOG"])
-    assert sorted(log.read_text().split()) == ["far", "further"]
+    assert sorted(cluster.ssh_log.read_text().split()) == ["far", "further"]
     assert "Traceback" not in ran.stderr, "no agent was left without the store"
     reports = [*cluster.reports().values()]
     assert [report["RANK"] for report in reports] == ["0", "1", "2"]
@@ -355,11 +327,11 @@ def test_hosts_over_ssh(cluster: Launcher) -> None:
         assert (report["WORLD_SIZE"], report["SETTING"], report["argv"]) == ("3", setting, given)
         assert not report["shown"], "in a command line, which all users of the machine can read"
         assert report["cwd"] == str(cluster.folder)
-    assert setting.split()[-1] not in Path(f"{log}.commands").read_text()
+    assert setting.split()[-1] not in Path(f"{cluster.ssh_log}.commands").read_text()
 
 
 def test_a_host_that_ssh_does_not_know(cluster: Launcher) -> None:
-    ran = cluster.run("run", "-H", "nowhere:2", "script.py", "wait")
+    ran = cluster.run("run", "-H", "nowhere:2", cluster.script(RANK))
     assert ran.returncode == 255
     assert "Could not resolve hostname nowhere" in ran.stderr
     assert "torchring run: nowhere ended first, with 255: ssh could not run the processes there" in ran.stderr
@@ -368,7 +340,7 @@ def test_a_host_that_ssh_does_not_know(cluster: Launcher) -> None:
 @pytest.mark.parametrize(
     ("hosts", "victim", "number", "code"),
     [
-        (["-H", "far:2"], "launcher", signal.SIGKILL, -signal.SIGKILL),
+        (["-H", "localhost,far", "--launcher", "ssh"], "launcher", signal.SIGKILL, -signal.SIGKILL),
         (["-np", "2"], "launcher", signal.SIGINT, 130),
         (["-np", "2"], "reaper", signal.SIGKILL, 137),
     ],
@@ -378,7 +350,7 @@ def test_nothing_outlives_the_launcher(
     hosts: list[str], victim: str, number: signal.Signals, code: int, cluster: Launcher
 ) -> None:
     """The signal goes to one process alone, as from a scheduler; a terminal would send Ctrl-C to the ranks as well."""
-    process = cluster.start("run", *hosts, "script.py", "wait")
+    process = cluster.start("run", *hosts, cluster.script(RANK), "wait")
     try:
         wait_until(lambda: len(cluster.pids()) == 2 or process.poll() is not None, "the ranks")
         pids = cluster.pids()
@@ -412,10 +384,9 @@ def test_hosts_that_are_apart(tmp_path: Path) -> None:
     """Started on the first of them, which is not gone to by ssh. The store and Gloo listen at its address."""
     with Network(2) as hosts:
         enter = " ".join(hosts.command(1, ["sh", "-c"]))
-        cluster = make_cluster(tmp_path, f'    {hosts.addresses[1]}) exec {enter} "$*" ;;')
-        cluster.script(SUM + LISTENING)
+        cluster = Launcher(tmp_path, {hosts.addresses[1]: f'exec {enter} "$*"'})
         options = ["-H", f"{hosts.addresses[0]}:2,{hosts.addresses[1]}:1", "--env", "SETTING=x y"]
-        options += ["--env", f"GLOO_SOCKET_IFNAME={INTERFACE}", "script.py"]
+        options += ["--env", f"GLOO_SOCKET_IFNAME={INTERFACE}", cluster.script(SUM + LISTENING)]
         ran = cluster.run("run", *options, before=hosts.command(0, []))
         assert ran.returncode == 0, ran.stderr[-4000:]
         places = sorted(line for line in ran.stdout.splitlines() if "x y" in line)

@@ -48,21 +48,46 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+# As sshd does: what stands behind the host, joined by spaces, is for the user's shell.
+_SSH = """#!/bin/sh
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -o) shift 2 ;;
+        -G) echo "hostname 127.0.0.1"; exit ;;
+        -*) shift ;;
+        *) break ;;
+    esac
+done
+host=$1
+shift
+echo "$host" >>{log}
+echo "$*" >>{log}.commands
+case "$host" in
+{cases}
+    *) echo "ssh: Could not resolve hostname $host: Name or service not known" >&2; exit 255 ;;
+esac
+"""
+
+
 class Launcher:
     """Runs `python -m torchring ...` in a folder of its own. Processes write what they have to say to $REPORTS.
 
     Args:
-        ssh: a script for /bin/sh that stands in for ssh.
+        ssh: what the stand-in for ssh does, by host: a line of sh, in which "$*" is what is to run there.
+
+    Attributes:
+        ssh_log: the hosts that ssh was told. What was to run there is in ssh_log.commands.
     """
 
-    def __init__(self, folder: Path, ssh: str = "") -> None:
+    def __init__(self, folder: Path, ssh: Mapping[str, str] | None = None) -> None:
         self.folder = folder / "a folder's name"
         self.reports_folder = folder / "reports"
         for made in (self.folder, self.reports_folder, folder / "bin"):
             made.mkdir()
-        if ssh:
-            (folder / "bin" / "ssh").write_text(f"#!/bin/sh\n{ssh}")
-            (folder / "bin" / "ssh").chmod(0o755)
+        self.ssh_log = folder / "log"
+        cases = "\n".join(f"    {host}) {line} ;;" for host, line in (ssh or {}).items())
+        (folder / "bin" / "ssh").write_text(_SSH.format(log=self.ssh_log, cases=cases))
+        (folder / "bin" / "ssh").chmod(0o755)
         self.environ = {name: value for name, value in _clean_environ().items() if not name.startswith("TORCHRING_")}
         self.environ |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         self.environ["REPORTS"] = str(self.reports_folder)
