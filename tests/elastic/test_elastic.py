@@ -286,6 +286,7 @@ def test_losses_joins_and_polite_ends_change_nothing() -> None:
         assert job.run() == 0
         check_books(job, num_steps)
         check_continuity(job)
+        assert job.num_heartbeats > 0
         assert {each["patience"] for each in job.notes("enters")} == {60.0}  # for a driver that is stopped
         check_result(job, num_steps)
 

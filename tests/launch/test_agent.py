@@ -340,8 +340,8 @@ def test_a_host_that_ssh_does_not_know(cluster: Launcher) -> None:
 @pytest.mark.parametrize(
     ("hosts", "victim", "number", "code"),
     [
-        (["-H", "localhost,far", "--launcher", "ssh"], "launcher", signal.SIGKILL, -signal.SIGKILL),
-        (["-np", "2"], "launcher", signal.SIGINT, 130),
+        (["-H", "localhost,far", "--launcher", "ssh"], "launcher", signal.SIGINT, 130),
+        (["-np", "2"], "launcher", signal.SIGKILL, -signal.SIGKILL),
         (["-np", "2"], "reaper", signal.SIGKILL, 137),
     ],
     ids=str,

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import torchring
-from tests.support import commands
 from tests.support.commands import Launcher
 from tests.support.documents import ROOT, blocks
 from tests.support.harness import patient, wait_until
@@ -177,14 +176,12 @@ for line, code in {lines}:
     started = [launcher.start(*line, **environ) for line in (["run", "-np", "2", "codes.py"], ["doctor"])]
     try:
         wait_until(lambda: len([*launcher.folder.glob("importing*")]) == 2, "the imports")
-        for process in started:
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=patient(60))
-            assert process.returncode in (130, -signal.SIGINT)  # 130 to a shell
-            assert (out, err) == ("", "")
     finally:
         for process in started:
-            commands.kill(process)
+            process.send_signal(signal.SIGINT)
+    for ran in map(launcher.finish, started):
+        assert ran.returncode in (130, -signal.SIGINT)  # 130 to a shell
+        assert (ran.stdout, ran.stderr) == ("", "")
 
 
 # Command lines, in this process: what is wrong ends before anything is started

@@ -74,7 +74,7 @@ class _Process:
 class _Job:
     """A worker, in place of `jobs.HostJob`: no reaper stands in front of it."""
 
-    is_remote = False
+    is_remote = True
 
     def __init__(self, job: ElasticJob, name: str, command: list[str], env: dict[str, str], **how: Any) -> None:
         self.command = command
@@ -92,7 +92,9 @@ class _Job:
         self._job.pids[worker] = self.process.pid
 
     def tell(self, number: int) -> None:
-        if number and self.process.poll() is None:
+        if not number:
+            self._job.num_heartbeats += 1
+        elif self.process.poll() is None:
             os.kill(self.process.pid, number)
 
     def close(self) -> None:
@@ -149,6 +151,7 @@ class ElasticJob:
     Attributes:
         folder: of notes and logs.
         pids: of all workers.
+        num_heartbeats: that reapers would have got.
     """
 
     def __init__(
@@ -169,6 +172,7 @@ class ElasticJob:
         self._hosts = hosts or fixed([Host("localhost", self._limits.max_size)])
         self._stack = contextlib.ExitStack()
         self.received: list[int] = []
+        self.num_heartbeats = 0
         self._notes: list[dict[str, Any]] = []
         self._num_read: dict[Path, int] = {}
 
@@ -178,6 +182,7 @@ class ElasticJob:
         self.folder = Path(self.leftovers.folder)
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(drivers, "host_job", functools.partial(_Job, self))
+        patch.setattr(drivers, "HEARTBEAT_SECONDS", 1.0)
         for module in (drivers, driver_store):
             patch.setattr(module, "is_here", lambda name: True)  # other hosts are namespaces
         patch.setenv("OMP_NUM_THREADS", "1")
