@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchring
 from tests.support.checks import digest
-from tests.support.training import Side, batch, loss_on, momentum, small_model, values
+from tests.support.training import Side, batch, loss_on, momentum, small_model, train, values
 
 
 def _train(
@@ -112,17 +112,13 @@ def summed(side: Side, compression: str | None) -> Sequence[Any]:
     """op="sum" of the ranks' losses, each divided by the number of all rows, as scripts with uneven batches do."""
     model = small_model()
     optimizer = side.wrap(momentum(model), model, op="sum", compression=compression)
-    for step in range(3):
-        optimizer.zero_grad(set_to_none=step == 1)
 
-        def loss(rank: int, step: int = step) -> Tensor:
-            rows = 5 - 3 * (rank % 2)
-            x, y = batch(rank, step)
-            return nn.functional.mse_loss(model(x[:rows]), y[:rows], reduction="sum") / 14
+    def loss(rank: int, step: int) -> Tensor:
+        rows = 5 - 3 * (rank % 2)
+        x, y = batch(rank, step)
+        return nn.functional.mse_loss(model(x[:rows]), y[:rows], reduction="sum") / 14 * len(side.mine)
 
-        sum((loss(rank) for rank in side.mine), torch.zeros(())).backward()
-        optimizer.step()
-    return values(model)
+    return _train(side, model, optimizer, 3, loss, lambda step: step == 1)
 
 
 class Computes(nn.Module):
@@ -449,15 +445,11 @@ def amp(side: Side, kind: str, poisoned: int | None) -> Sequence[Any]:
 
 def optimized(side: Side, options: dict[str, Any]) -> Sequence[Any]:
     """AdamW with options, and clipped gradients."""
-    model = small_model()
+    model, norms = small_model(), list[Tensor]()
     optimizer = side.wrap(torch.optim.AdamW(model.parameters(), lr=0.01, **options), model)
-    seen: list[Any] = []
-    for step in range(5):
-        optimizer.zero_grad()
-        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
-        seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
-        optimizer.step()
-    return [*seen, *values(model)]
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.05)
+    train(side, model, optimizer, range(5), before_step=lambda step: norms.append(clip()))
+    return [*norms, *values(model)]
 
 
 # What users of a GPU rely on: script, arguments, tolerance. On the fake device and on GPUs.
