@@ -315,11 +315,6 @@ def test_mistakes(rank: int) -> None:
             optimizer = torchring.wrap(torch.optim.SGD(self.parameters(), 0.1), self)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
-    class Ddp(kinds.Regression):
-        def configure_optimizers(self) -> Any:
-            self.inner = nn.parallel.DistributedDataParallel(self.net)
-            return super().configure_optimizers()
-
     class Other(LightningEnvironment):
         def global_rank(self) -> int:
             return 0
@@ -341,7 +336,6 @@ def test_mistakes(rank: int) -> None:
     assert_refused(
         (fit(Forgot), "ValueError: Forgot.configure_optimizers() has returned no optimizer"),
         (fit(Wraps, batches=shared), "ValueError: Lightning would share the shares of a torchring.data.Sampler out"),
-        (fit(Ddp), "ValueError: net.0.weight belongs to a DistributedDataParallel"),
         (fit(Wraps, "ddp", 2), "ValueError: net.0.weight belongs to a DistributedDataParallel"),
         (lambda: trainer(devices=4), f"{asks.format(4, 1, 4)}, but torch.distributed has 2, 2 of"),
         (lambda: trainer(num_nodes=3), asks.format(1, 3, 3)),

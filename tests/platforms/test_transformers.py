@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 import torchring
 from tests.platforms.cases import Cases, assert_refused, close, flat, run_page, same, without_torchrun
 from tests.support.documents import ROOT, blocks
-from tests.support.training import attempt
 from torchring.gradients.views import CAN_SWAP
 
 pytestmark = pytest.mark.platforms
@@ -135,7 +134,7 @@ def test_an_optimizer_that_is_given_and_a_second_training(rank: int) -> None:
     _quietly(given.train)
     assert _num_reductions(given) == 12  # of both trainings
     assert before != _weights(given)
-    assert attempt(lambda: _trained(_ring(), model=model, max_steps=1)) == ""  # while the first trainer is there
+    _trained(_ring(), model=model, max_steps=1)  # while the first trainer is there
     checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     assert _weights(_trained(_ring(), optim="adamw_torch", **checkpointed)) == close(own)
     # Without use_cpu all ranks train together.
@@ -221,41 +220,14 @@ def test_the_page_is_run_as_pasted(rank: int) -> None:
 
 @case
 def test_a_mistake_is_an_error(rank: int) -> None:
+    """More of them in test_accelerate.py: a RingTrainer has a RingAccelerator."""
     from accelerate import PartialState
-    from torch.nn.parallel import DistributedDataParallel
-    from transformers import Trainer, TrainerCallback
-
-    class Bypassing(_ring()):
-        """Prepares the model alone, as a trainer does that steps its optimizer itself."""
-
-        def create_optimizer(self, *arguments: Any) -> Any:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-2)
-            prepare = self.accelerator.prepare
-            self.accelerator.prepare = lambda model, optimizer: (prepare(model), optimizer)
-            return self.optimizer
-
-    class Compressing(_ring()):
-        wrap_options = {"compression": "fp15"}  # noqa: RUF012
-
-    class Unfreeze(TrainerCallback):
-        """In mid-training, unfreezes what the Trainer has left out of its optimizer."""
-
-        def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
-            model.transformer.wte.requires_grad_(state.global_step >= 2)
 
     PartialState()
-    model, frozen = _gpt(), _gpt()
-    frozen.transformer.wte.requires_grad_(False)
-    wrapped = torchring.wrap(torch.optim.AdamW(model.parameters()), model)
     engine = _arguments()
     engine.fsdp = ["full_shard"]  # which TrainingArguments refuses itself on CPUs
     assert_refused(
-        (lambda: _trained(_ring(), model=DistributedDataParallel(_gpt())),
+        (lambda: _trained(_ring(), model=torch.nn.parallel.DistributedDataParallel(_gpt())),
          "ValueError: the model is a DistributedDataParallel"),
-        (lambda: _trained(Trainer, model=model, optimizers=(wrapped, None)), "belongs to a DistributedDataParallel"),
         (lambda: _ring()(args=engine, model=_gpt()), "ValueError: fsdp asks for an engine"),
-        (lambda: _trained(Bypassing), "GradientError: nobody reduces the gradients of the GPT2LMHeadModel"),
-        (lambda: _trained(Compressing), "compression"),
-        (lambda: _trained(_ring(), model=frozen, callbacks=[Unfreeze()], max_steps=8),
-         "transformer.wte.weight", "that nobody reduces"),
     )  # fmt: skip
