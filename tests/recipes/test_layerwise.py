@@ -19,7 +19,8 @@ from torchring.recipes import LAMB, LARS
 
 # The last one is 0, and so is the last but one's gradient.
 _SHAPES: list[tuple[int, ...]] = [(7, 5), (4, 3, 3), (6,), (), (0, 3), (9, 2), (3, 3)]
-_NUM_STEPS = 5
+_RATES = [0.5, 0.5, 2.0, 1.0, 0.25]  # of each step
+_NUM_STEPS = len(_RATES)
 _DECAY = 0.1
 
 
@@ -37,23 +38,15 @@ def _gradients(step: int) -> list[Tensor]:
     return gradients
 
 
-def _lr(step: int) -> float:
-    return [0.5, 0.5, 2.0, 1.0, 0.25][step]
-
-
 def _train(optimizer: Optimizer, parameters: list[nn.Parameter], steps: Iterable[int] = range(_NUM_STEPS)) -> None:
     for step in steps:
         for p, gradient in zip(parameters, _gradients(step), strict=True):
             p.grad = gradient.to(p.dtype)
         for group in optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(_lr(step))
-            else:
-                group["lr"] = _lr(step)
+            group["lr"] = torch.full_like(lr, _RATES[step]) if isinstance(lr := group["lr"], Tensor) else _RATES[step]
         optimizer.step()
         for p, gradient in zip(parameters, _gradients(step), strict=True):
-            assert p.grad is not None
-            assert torch.equal(p.grad, gradient.to(p.dtype))  # not touched
+            assert_bitwise(p.grad, gradient.to(p.dtype))  # not touched
 
 
 def _lars(momentum: float, nesterov: bool, excluded: Callable[[Tensor], bool], eta: float = 0.02) -> list[Tensor]:
@@ -61,8 +54,7 @@ def _lars(momentum: float, nesterov: bool, excluded: Callable[[Tensor], bool], e
     learning rate that changes."""
     results = []
     for i, p in enumerate(_parameters()):
-        w = p.detach().double()
-        v = torch.zeros_like(w)
+        w, v = p.detach().double(), torch.zeros(p.shape, dtype=torch.float64)
         for step in range(_NUM_STEPS):
             g = _gradients(step)[i].double()
             local, decay = 1.0, 0.0
@@ -70,8 +62,8 @@ def _lars(momentum: float, nesterov: bool, excluded: Callable[[Tensor], bool], e
                 decay = _DECAY
                 if w.norm() > 0 and g.norm() > 0:
                     local = float(eta * w.norm() / (g.norm() + decay * w.norm()))
-            move = _lr(step) * local * (g + decay * w)
-            v = momentum * _lr(step) / _lr(max(0, step - 1)) * v + move
+            move = _RATES[step] * local * (g + decay * w)
+            v = momentum * _RATES[step] / _RATES[max(0, step - 1)] * v + move
             w = w - (move + momentum * v if nesterov else v)
         results.append(w)
     return results
@@ -82,7 +74,7 @@ def _lamb(bias_correction: bool, excluded: Callable[[Tensor], bool], eps: float 
     results = []
     for i, p in enumerate(_parameters()):
         x = p.detach().double()
-        m, v = torch.zeros_like(x), torch.zeros_like(x)
+        m = v = torch.zeros_like(x)
         for step in range(_NUM_STEPS):
             g = _gradients(step)[i].double()
             m = 0.8 * m + 0.2 * g
@@ -94,45 +86,44 @@ def _lamb(bias_correction: bool, excluded: Callable[[Tensor], bool], eps: float 
                 u = u + _DECAY * x
                 if x.norm() > 0 and u.norm() > 0:
                     ratio = float(x.norm() / u.norm())
-            x = x - _lr(step) * ratio * u
+            x = x - _RATES[step] * ratio * u
         results.append(x)
     return results
-
-
-def _excludes(exclude: Any) -> Callable[[Tensor], bool]:
-    return lambda w: w.ndim <= 1 if exclude == "1d" else exclude
 
 
 def _optimizers(lr: float | Tensor = 0.5, **options: Any) -> list[tuple[Callable[[Any], Optimizer], list[Tensor]]]:
     """How to make an optimizer, and what it should come to."""
     found: list[tuple[Callable[[Any], Optimizer], list[Tensor]]] = []
-    options["weight_decay"] = _DECAY
+    options |= {"lr": lr, "weight_decay": _DECAY}
+    excludes: dict[Any, Callable[[Tensor], bool]] = {"1d": _is_1d, True: lambda w: True, False: lambda w: False}
     for momentum, nesterov, exclude in (
         *((0.0, False, "1d"), (0.9, False, "1d"), (0.9, True, "1d"), (0.9, False, True), (0.9, True, False)),
     ):
-        chosen = {"momentum": momentum, "nesterov": nesterov, "exclude": exclude, "trust_coefficient": 0.02, **options}
-        found.append((partial(LARS, lr=lr, **chosen), _lars(momentum, nesterov, _excludes(exclude))))
+        chosen = {"momentum": momentum, "nesterov": nesterov, "exclude": exclude, "trust_coefficient": 0.02}
+        found.append((partial(LARS, **chosen, **options), _lars(momentum, nesterov, excludes[exclude])))
     for bias_correction, exclude in ((True, "1d"), (False, "1d"), (True, False), (True, True)):
-        more = {"bias_correction": bias_correction, "exclude": exclude, "betas": (0.8, 0.9), **options}
-        found.append((partial(LAMB, lr=lr, **more), _lamb(bias_correction, _excludes(exclude))))
+        chosen = {"bias_correction": bias_correction, "exclude": exclude, "betas": (0.8, 0.9)}
+        found.append((partial(LAMB, **chosen, **options), _lamb(bias_correction, excludes[exclude])))
     return found
+
+
+def _is_1d(w: Tensor) -> bool:
+    return w.ndim <= 1
 
 
 @pytest.mark.parametrize("foreach", [False, True])
 def test_as_in_the_papers(foreach: bool) -> None:
     for make, expected in _optimizers(foreach=foreach):
-        parameters = _parameters()
-        _train(make(parameters), parameters)
-        for p, right in zip(parameters, expected, strict=True):
-            torch.testing.assert_close(p.detach().double(), right, rtol=2e-5, atol=2e-6)
-
-
-def test_the_comparison_can_fail() -> None:
-    parameters = _parameters()
-    _train(LARS(parameters, 0.5, trust_coefficient=0.021, weight_decay=_DECAY), parameters)
-    wrong = _lars(0.9, False, _excludes("1d"))
+        _assert_comes_to(expected, make)
+    wrong = partial(LARS, lr=0.5, trust_coefficient=0.021, weight_decay=_DECAY, foreach=foreach)
     with pytest.raises(AssertionError):
-        torch.testing.assert_close(parameters[0].detach().double(), wrong[0], rtol=2e-5, atol=2e-6)
+        _assert_comes_to(_lars(0.9, False, _is_1d), wrong)
+
+
+def _assert_comes_to(expected: list[Tensor], make: Callable[[Any], Optimizer]) -> None:
+    parameters = _parameters()
+    _train(make(parameters), parameters)
+    torch.testing.assert_close([p.detach().double() for p in parameters], expected, rtol=2e-5, atol=2e-6)
 
 
 def test_foreach_and_one_by_one_have_the_same_bits() -> None:
@@ -157,13 +148,10 @@ def test_foreach_and_one_by_one_have_the_same_bits() -> None:
 def test_groups_state_dict_deepcopy_and_pickling() -> None:
     for kind in (LARS, LAMB):
         parameters = _parameters()
-        groups = [
-            {"params": parameters[:2], "exclude": True},
-            {"params": parameters[2:], "weight_decay": 0.3, "exclude": False},
-        ]
-        optimizer = kind(groups, lr=0.1)  # type: ignore[arg-type]
-        assert [group["exclude"] for group in optimizer.param_groups] == [True, False]
-        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.3]
+        first, second = {"exclude": True}, {"weight_decay": 0.3, "exclude": False}
+        optimizer = kind([{"params": parameters[:2], **first}, {"params": parameters[2:], **second}], lr=0.1)
+        groups = [(group["exclude"], group["weight_decay"]) for group in optimizer.param_groups]
+        assert groups == [(True, 0.0), (False, 0.3)]
         _train(optimizer, parameters, range(2))
         twins = copy.deepcopy((optimizer, parameters)), pickle.loads(pickle.dumps((optimizer, parameters)))
         loaded = [nn.Parameter(p.detach().clone()) for p in parameters]
@@ -172,8 +160,7 @@ def test_groups_state_dict_deepcopy_and_pickling() -> None:
         _train(optimizer, parameters, range(2, _NUM_STEPS))
         for other, its in (*twins, (resumed, loaded)):
             _train(other, its, range(2, _NUM_STEPS))
-            for p, same in zip(parameters, its, strict=True):
-                assert torch.equal(p, same)
+            assert all(map(torch.equal, parameters, its))
 
 
 def test_closures_and_parameters_without_gradient() -> None:
@@ -208,9 +195,8 @@ def test_steps_read_nothing_from_the_device() -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
+def test_options_that_make_no_sense() -> None:
+    for make, text in (
         (lambda p: LARS(p, -0.1), "lr must be 0 or more, got -0.1"),
         (lambda p: LAMB(p, float("nan")), "lr must be 0 or more, got nan"),
         (lambda p: LAMB(p, torch.ones(2)), "tensor of one element, got 2"),
@@ -219,11 +205,9 @@ def test_steps_read_nothing_from_the_device() -> None:
         (lambda p: LAMB(p, betas=(0.9, 1.0)), r"betas\[1\] must be at least 0 and less than 1, got 1.0"),
         (lambda p: LAMB([{"params": p, "weight_decay": -1}]), "weight_decay must be 0 or more, got -1"),
         (lambda p: LARS(p, 1, exclude="2d"), "exclude must be '1d', True or False, got '2d'"),
-    ],
-)
-def test_options_that_make_no_sense(make: Callable[[Any], Optimizer], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        make([nn.Parameter(torch.ones(2, 2))])
+    ):
+        with pytest.raises(ValueError, match=text):
+            make([nn.Parameter(torch.ones(2, 2))])
 
 
 def test_sparse_and_complex_gradients_are_refused() -> None:

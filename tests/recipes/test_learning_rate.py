@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
+import re
 from collections.abc import Callable
+from functools import partial
+from math import inf, nan
 from typing import Any
 
 import numpy
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, lr_scheduler
 
-from tests.support.training import Side, assert_as_one_process, momentum, small_model, train, values
+from tests.support.training import Side, assert_as_one_process, attempt, momentum, small_model, train, values
 from torchring.recipes import LARS, scale_lr, warm_up
 
 
@@ -21,25 +23,15 @@ def test_scale_lr() -> None:
     assert scale_lr(0.1, 256, 8192) == pytest.approx(3.2)  # Goyal et al.
     assert scale_lr(0.1, 256, numpy.int64(64), "linear") == pytest.approx(0.025)
     assert scale_lr(0.001, 512, 32768, rule="sqrt") == pytest.approx(0.008)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ((-0.1, 256, 512), ValueError, "base_lr must be above 0 and finite, got -0.1"),
-        ((0.0, 256, 512), ValueError, "base_lr"),
-        ((math.nan, 256, 512), ValueError, "base_lr must be above 0 and finite, got nan"),
-        ((math.inf, 256, 512), ValueError, "base_lr"),
-        ((0.1, 0, 512), ValueError, "base_batch must be a number of samples, 1 or more, got 0"),
-        ((0.1, 256, -1), ValueError, "batch must be"),
-        ((256, 0.1, 512), TypeError, "base_batch must be a whole number of samples, got 0.1; the order is base_lr, "),
-        ((0.1, 256, True), TypeError, "batch must be a whole number"),
-        ((0.1, 256, 512, "cubic"), ValueError, "rule must be 'linear' or 'sqrt', got 'cubic'"),
-    ],
-)
-def test_scale_lr_refuses_nonsense(arguments: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        scale_lr(*arguments)
+    for *arguments, said in (
+        *((rate, 256, 512, "ValueError: base_lr must be above 0 and finite, got ") for rate in (-0.1, 0.0, nan, inf)),
+        (0.1, 0, 512, "ValueError: base_batch must be a number of samples, 1 or more, got 0"),
+        (0.1, 256, -1, "ValueError: batch must be"),
+        (256, 0.1, 512, "TypeError: base_batch must be a whole number of samples, got 0.1; the order is base_lr, "),
+        (0.1, 256, True, "TypeError: batch must be a whole number"),
+        (0.1, 256, 512, "cubic", "ValueError: rule must be 'linear' or 'sqrt', got 'cubic'"),
+    ):
+        assert attempt(partial(scale_lr, *arguments)).startswith(said)
 
 
 def _sgd(*rates: float | Tensor) -> SGD:
@@ -121,25 +113,17 @@ def test_warm_up_alone_with_plateau_and_with_tensors() -> None:
     assert [*rates, optimizer.param_groups[0]["lr"]] == pytest.approx([0.2, 0.3, 0.4, 0.4, 0.4, 0.2])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ((1, 5), TypeError, "an optimizer or a scheduler of torch.optim, got int"),
-        ((None, 5.0), TypeError, "steps must be a whole number, got 5.0"),
-        ((None, 0), ValueError, "steps must be 1 or more, got 0"),
-        ((None, 5, 8.0), ValueError, "start must be from 0 to 1: .* got 8.0"),
-    ],
-)
-def test_warm_up_refuses_nonsense(arguments: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        warm_up(_sgd(0.1) if arguments[0] is None else arguments[0], *arguments[1:])
-
-
-def test_a_warm_up_with_a_scheduler_is_not_loaded_into_one_without() -> None:
+def test_warm_up_refuses_nonsense() -> None:
     optimizer = _sgd(0.1)
     state = warm_up(_SCHEDULERS["cosine"](optimizer), 5).state_dict()
-    with pytest.raises(ValueError, match="in one of the runs only"):
-        warm_up(_sgd(0.1), 5).load_state_dict(state)
+    for act, said in (
+        (lambda: warm_up(1, 5), "TypeError: .* an optimizer or a scheduler of torch.optim, got int"),
+        (lambda: warm_up(optimizer, 5.0), "TypeError: .*steps must be a whole number, got 5.0"),
+        (lambda: warm_up(optimizer, 0), "ValueError: .*steps must be 1 or more, got 0"),
+        (lambda: warm_up(optimizer, 5, 8.0), "ValueError: .*start must be from 0 to 1: .* got 8.0"),
+        (lambda: warm_up(optimizer, 5).load_state_dict(state), "ValueError: .*in one of the runs only"),
+    ):
+        assert re.match(said, attempt(act))
 
 
 def _follow(optimizer: Any, parameters: list[nn.Parameter], rates: list[float]) -> list[Tensor]:

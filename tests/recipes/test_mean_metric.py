@@ -58,7 +58,7 @@ def test_update_reads_nothing_from_the_device() -> None:
         metrics.compute()  # as a tensor on "meta" has no value
 
 
-@pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
-def test_weights_that_make_no_sense(weight: float) -> None:
-    with pytest.raises(ValueError, match=f"weight must be 0 or more, and finite, got {weight}"):
-        MeanMetric().update({"loss": 1.0}, weight=weight)
+def test_weights_that_make_no_sense() -> None:
+    for weight in (-1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"weight must be 0 or more, and finite, got {weight}"):
+            MeanMetric().update({"loss": 1.0}, weight=weight)
