@@ -36,11 +36,12 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         }
     )
     for year, part in enumerate((table[:17], table[17:17], table[17:31], table[31:])):
-        (folder / f"year={year}").mkdir()
+        file = folder / f"year={year}" / "part"
+        file.parent.mkdir()
         if request.param == "parquet":
-            parquet.write_table(part, folder / f"year={year}" / "part.parquet", row_group_size=7)
+            parquet.write_table(part, file, row_group_size=7)
         else:
-            feather.write_feather(part, str(folder / f"year={year}" / "part"), chunksize=7)
+            feather.write_feather(part, str(file), chunksize=7)
     (folder / "_SUCCESS").touch()
     return functools.partial(RowGroups, folder, format=request.param)
 
@@ -88,13 +89,8 @@ def test_batches(rows: Any) -> None:
     assert torch.equal(batch["image"], torch.tensor([[n, n + 0.5] for n in range(9, 18)]))
     assert [tokens.tolist() for tokens in batch["tokens"]] == [list(range(n % 3)) for n in range(9, 18)]
     assert batch["text"] == [f"row {n}" for n in range(9, 18)]
-    assert list(rows(shuffle=False))[40] == {
-        "row": 40,
-        "image": [40.0, 40.5],
-        "tokens": [0],
-        "text": "row 40",
-        "year": 3,
-    }
+    last = {"row": 40, "image": [40.0, 40.5], "tokens": [0], "text": "row 40", "year": 3}
+    assert list(rows(shuffle=False))[40] == last
     assert list(next(iter(rows(["text", "row"])))) == ["text", "row"]
 
 
@@ -107,9 +103,8 @@ def test_schedules_of_kill_resume_and_resize(rows: Any, batch_size: int | None) 
         while epoch < num_epochs:
             size, left = choose.randint(1, 5), choose.randint(0, 12)
             ranks = [rows(["row"], batch_size, seed=seed, rank=r, size=size) for r in range(size)]
-            for rank in ranks:
-                if state is not None:
-                    rank.load_state_dict(state)
+            for rank in ranks if state is not None else ():
+                rank.load_state_dict(state)
             while epoch < num_epochs and left:
                 for rank in ranks:
                     rank.set_epoch(epoch)
@@ -117,9 +112,8 @@ def test_schedules_of_kill_resume_and_resize(rows: Any, batch_size: int | None) 
                 while left and (batches := [b for b in (next(loader, None) for loader in loaders) if b is not None]):
                     left -= 1
                     trained[epoch].update(int(n) for batch in batches for n in batch["row"])
-                    states = [rank.state_dict() for rank in ranks]
-                    assert all(each == states[0] for each in states)
-                    state = states[0]
+                    state, *others = [rank.state_dict() for rank in ranks]
+                    assert others == [state] * len(others)
                 epoch += left > 0
         assert trained == [Counter(range(NUM_ROWS))] * num_epochs
 
@@ -127,12 +121,9 @@ def test_schedules_of_kill_resume_and_resize(rows: Any, batch_size: int | None) 
 def test_workers(rows: Any) -> None:
     """They read disjoint parts, and stay from one epoch to the next; torchdata's loader goes on where it stopped."""
 
-    def loaders(num_workers: int = 2) -> tuple[list[RowGroups], list[StatefulDataLoader[Any]]]:
+    def loaders() -> tuple[list[RowGroups], list[StatefulDataLoader[Any]]]:
         datasets = [rows(["row"], 3, rank=rank, size=2) for rank in range(2)]
-        return datasets, [
-            StatefulDataLoader(each, None, num_workers=num_workers, persistent_workers=num_workers > 0)
-            for each in datasets
-        ]
+        return datasets, [StatefulDataLoader(each, None, num_workers=2, persistent_workers=True) for each in datasets]
 
     datasets, both = loaders()
     epochs = []
