@@ -605,6 +605,18 @@ def _reshape_a_buffer(is_late: bool) -> Callable[[int], None]:
     return script
 
 
+def _synchronize_in_backward(rank: int) -> None:
+    model, optimizer = _wrapped()
+    model[0].weight.register_hook(lambda _: optimizer.sync_buffers())
+    loss_on(model, rank, 0).backward()
+
+
+def _synchronize_in_join(rank: int) -> None:
+    _, optimizer = _wrapped()
+    with torchring.join(optimizer):
+        optimizer.sync_buffers()
+
+
 _SAME: Final = ""  # nothing is refused
 _TIED: Final = r"table\.weight .*sparse=True but has a dense gradient.*sparse=False"
 _SUMMED: Final = r"^GradientError: .*gradient of weight, .*summed over ranks before.*zero_grad\(\)"
@@ -729,6 +741,12 @@ REFUSED: Final[dict[str, tuple[Callable[[int], object], str | tuple[str, str]]]]
     "sparse, local": (_look_up(_step_with_local), "^GradientError: .*weight holds local contributions"),
     "tied": (_tied(lambda rank: True), f"^GradientError: {_TIED}"),
     "tied on rank 1": (_tied(lambda rank: rank == 1), (f"rank 1.*{_TIED}", f"^GradientError: {_TIED}")),
+    "buffers in backward": (_synchronize_in_backward, r"sync_buffers\(\) was called inside backward\(\)"),
+    "buffers in join": (_synchronize_in_join, r"^ValueError: .*sync_buffers\(\) .*inside torchring.join\(\)"),
+    "buffers, no model": (
+        lambda rank: torchring.wrap(momentum(small_model())).sync_buffers(),
+        r"^ValueError: sync_buffers\(\) makes the buffers of a model equal; pass the model",
+    ),
     **{
         f"a buffer gets another shape, late: {is_late}": (
             _reshape_a_buffer(is_late),
