@@ -289,12 +289,6 @@ def _sam(side: Side, how: str) -> list[Any]:
 # Features of PyTorch that change what a parameter is, or how its gradient comes about
 
 
-def _trained(side: Side, model: nn.Module, loss: Callable[[int, int], Tensor] | None = None) -> Sequence[Tensor]:
-    sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    train(side, model, side.wrap(sgd, model), range(4), loss)
-    return values(model)
-
-
 class _Symmetric(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight.triu() + weight.triu(1).T
@@ -305,36 +299,8 @@ def _parametrized(side: Side) -> Sequence[Tensor]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     parametrize.register_parametrization(model[0], "weight", _Symmetric())
     parametrizations.orthogonal(model[2])
-    return _trained(side, model)
-
-
-def _weight_norm(side: Side) -> Sequence[Tensor]:
-    """The present kind, and the one before it, which recomputes a plain attribute in each forward."""
-    model = small_model()
-    parametrizations.weight_norm(model[0])
-    with pytest.warns(FutureWarning):
-        nn.utils.weight_norm(model[2])
-    return _trained(side, model)
-
-
-class _LowRank(nn.Module):
-    """A frozen layer with a low-rank correction, as of LoRA."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.down = nn.Parameter(torch.full((2, layer.in_features), 0.1, dtype=torch.float64))
-        self.up = nn.Parameter(torch.zeros(layer.out_features, 2, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + x @ self.down.T @ self.up.T
-
-
-def _low_rank(side: Side) -> Sequence[Tensor]:
-    model = small_model()
-    for i in (0, 2, 4):
-        model[i] = _LowRank(model[i])
-    return _trained(side, model)
+    train(side, model, side.wrap(momentum(model), model), range(4))
+    return values(model)
 
 
 def _functional(side: Side) -> Sequence[Tensor]:
@@ -351,24 +317,8 @@ def _functional(side: Side) -> Sequence[Tensor]:
         slopes = torch.func.vmap(torch.func.grad(of_sample))(x, y)
         return torch.func.vmap(of_sample)(x, y).mean() + 0.1 * slopes.square().mean()
 
-    return _trained(side, model, loss)
-
-
-def _recurrent(side: Side) -> Sequence[Tensor]:
-    torch.manual_seed(2)
-    cell, gated, out = nn.GRUCell(1, 3), nn.LSTM(3, 4, 2), nn.Linear(4, 2)
-    model = nn.ModuleList([cell, gated, out]).double()
-
-    def loss(rank: int, step: int) -> Tensor:
-        x, y = batch(rank, step)
-        state, states = x.new_zeros(len(x), 3), []
-        for column in x.split(1, dim=1):
-            state = cell(column, state)
-            states.append(state)
-        outputs, _ = gated(torch.stack(states))
-        return nn.functional.mse_loss(out(outputs[-1]), y)
-
-    return _trained(side, model, loss)
+    train(side, model, side.wrap(momentum(model), model), range(4), loss)
+    return values(model)
 
 
 def _averaged(side: Side) -> Sequence[Tensor]:
@@ -427,10 +377,9 @@ _OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
     "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, foreach=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
     "adamw tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
     "differentiated groups": lambda p: torch.optim.SGD([{"params": [q], "lr": 0.1 / (i + 1)} for i, q in enumerate(p)]),
 }
 
@@ -753,10 +702,7 @@ CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
     },
     "PyTorch": {
         "parametrizations": (_parametrized,),
-        "weight_norm": (_weight_norm,),
-        "LoRA": (_low_rank,),
         "torch.func": (_functional,),
-        "recurrent cells": (_recurrent,),
         "SWA and EMA": (_averaged,),
         "default device": (_elsewhere, "direct"),
         "default device, native": (_elsewhere, "native"),
