@@ -121,9 +121,8 @@ class Job:
         self.cards[worker] = card
         self.coordinator.note_card(worker, card)
 
-    def step(self, *workers: int, times: int = 1) -> None:
-        for _ in range(times):
-            self.beat(*workers, steps=1)
+    def step(self, *workers: int) -> None:
+        self.beat(*workers, steps=1)
 
     def end(self, worker: int, code: int = 128 + signal.SIGKILL) -> None:
         self.coordinator.note_end(worker, code)
@@ -432,36 +431,16 @@ def test_a_script_that_ends_at_once_ends_the_job(codes: tuple[int, int], code: i
     assert said in job.said[-1]
 
 
-def test_a_script_that_kills_worker_after_worker_before_the_first_step_ends_the_job() -> None:
-    job = running(num=2, min_size=2, works=False)
-    for _ in range(30):
-        if job.over:
-            break
-        job.end(job.workers[1], 5)
-        job.show("meeting", job.workers[0])
-        for _ in range(100):
-            job.tick(0.5)
-            job.beat(0)
-            if job.started[-1][0] not in job.workers:
-                break
-        job.show("meeting", job.started[-1][0])
-        job.show("running", *job.workers)
-    assert "workers were lost in a row without a new step; first worker 1 on a" in job.over[0]
-    job.end(job.workers[0], 0)
-    assert job.code == 5
-
-
-def lose_all(job: Job, steps: int, code: int = 1) -> None:
+def lose_all(job: Job, steps: int) -> None:
     """All workers of a new life make so many steps, and fail."""
-    for _ in range(2000):
-        if len(job.started) >= 2 and job.started[-2][0] not in job.workers:
-            break
+    while len(job.started) < 2 or job.started[-2][0] in job.workers:
         job.tick(0.5)
     workers = [worker for worker, _, _ in job.started[-2:]]
     job.meet(*workers)
-    job.step(*workers, times=steps)
+    for _ in range(steps):
+        job.step(*workers)
     for worker in workers:
-        job.coordinator.note_end(worker, code)
+        job.coordinator.note_end(worker, 1)
     job.tick()
 
 

@@ -34,7 +34,7 @@ RANK = """
 import json, os, pathlib, sys, time
 rank = os.environ["RANK"]
 path = pathlib.Path(os.environ["REPORTS"], rank)
-names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SETTING"]
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "SETTING"]
 facts = {"argv": sys.argv[1:], "pid": os.getpid(), "cwd": os.getcwd(), **{name: os.environ.get(name) for name in names}}
 secret = os.environ.get("SETTING", "").rpartition(" ")[2].encode() or b"no secret"
 for file in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
@@ -304,6 +304,7 @@ def test_hosts_over_ssh(cluster: Launcher) -> None:
     """Two hosts of unequal size; everything that a shell could take apart arrives whole, and so does an exit code."""
     given = ["fail", "2", "a b", "$HOME", "it's", "--", "-np", "*", ""]
     hosts = ["--launcher", "ssh", "-H", "far:2,further:9", "-np", "3", "--tag-output"]
+    cluster.environ["OMP_NUM_THREADS"] = "3"
     setting = cluster.environ["SETTING"] = f"x y's $Z\n {secrets.token_hex(8)}"
     ran = cluster.run("run", *hosts, "--env", "SETTING", cluster.script(RANK), *given)
     assert ran.returncode == 3, ran.stderr
@@ -325,6 +326,7 @@ def test_hosts_over_ssh(cluster: Launcher) -> None:
     assert [report["LOCAL_WORLD_SIZE"] for report in reports] == ["2", "2", "1"]
     for report in reports:
         assert (report["WORLD_SIZE"], report["SETTING"], report["argv"]) == ("3", setting, given)
+        assert report["OMP_NUM_THREADS"] == "3"
         assert not report["shown"], "in a command line, which all users of the machine can read"
         assert report["cwd"] == str(cluster.folder)
     assert setting.split()[-1] not in Path(f"{cluster.ssh_log}.commands").read_text()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import torchring
+from tests.support import commands
 from tests.support.commands import Launcher
 from tests.support.documents import ROOT, blocks
 from tests.support.harness import patient, wait_until
@@ -57,39 +58,31 @@ def launcher(tmp_path: Path) -> Launcher:
 
 
 def test_ranks_get_their_place_and_the_scripts_arguments(launcher: Launcher) -> None:
-    """Those that look like the launcher's own, too. With a stdout that is closed, they print into nothing."""
-    line = "data --help -np 7 --num-proc=3 -h --version --nproc-per-node=9 -x -- -- run --standalone --lr -0.5"
+    """Those that look like the launcher's own, too. With a stdout that is closed, they print into log files only.
+
+    A checkout that is not installed is enough: its processes find the package. Here nothing reads the .pth file that
+    leads to the checkout.
+    """
+    launcher.script(REPORT, "module.py")
+    search = f"{sysconfig.get_path('purelib')}:{launcher.folder}"
+    line = "-- data --help -np 7 --num-proc=3 -h --version --nproc-per-node=9 -x -- -- run --standalone --lr -0.5"
     given = [*line.split(), "a b", ""]
-    closed = ["sh", "-c", 'exec "$@" >&-', "sh"]
-    ran = launcher.run("run", "-np", "2", launcher.script(REPORT), *given, before=closed, said="for rank 0\n")
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-S", "-m", "torchring", "run", "-np", "2"]
+    command += ["--log-dir", str(launcher.reports_folder), "-m", "module", *given]
+    ran = launcher.finish(commands.start(command, {**launcher.environ, "PYTHONPATH": search}, ROOT), "for rank 0\n")
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "not all\n" * 2)
     reports = launcher.reports()
     assert [*reports] == ["0", "1"]
     for rank, report in enumerate(reports.values()):
         cores, threads, sentence = bind("auto", rank, 2, os.sched_getaffinity(0))
         assert report == {
-            **{"argv": given, "input": "" if rank else "for rank 0\n", "PYTHONPATH": str(ROOT)},
+            **{"argv": given, "input": "" if rank else "for rank 0\n", "PYTHONPATH": f"{ROOT}:{search}"},
             **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
             **{"OMP_NUM_THREADS": str(threads), "TORCHRING_PLACE": sentence},
             "cores": sorted({cpu for core in cores for cpu in core} or os.sched_getaffinity(0)),
         }
-
-
-def test_a_checkout_that_is_not_installed_runs_a_module(launcher: Launcher) -> None:
-    """Its processes find the package, too. Here nothing reads the .pth file that leads to the checkout.
-
-    A "--" behind the module belongs to it, and what it prints is in the log file only.
-    """
-    launcher.script(REPORT, "module.py")
-    search = f"{sysconfig.get_path('purelib')}:{launcher.folder}"
-    environ = {**launcher.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "3"}
-    line = f"-S -m torchring run --num-proc=1 --log-dir {launcher.reports_folder} --quiet -m module -- --epochs 3"
-    ran = subprocess.run([sys.executable, *line.split()], cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
-    assert sorted((launcher.reports_folder / "rank0.log").read_text().splitlines()) == ["all well", "not all"]
-    report = launcher.reports()["0"]
-    assert (report["argv"], report["PYTHONPATH"]) == (["--", "--epochs", "3"], f"{ROOT}:{search}")
-    assert [report[name] for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")] == ["0", "1", "3"]
+        log = (launcher.reports_folder / f"rank{rank}.log").read_text()
+        assert sorted(log.splitlines()) == ["all well", "not all"]
 
 
 def test_readmes_first_script_trains_as_pasted(launcher: Launcher) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import subprocess
@@ -16,7 +15,6 @@ from torchring import cli
 from torchring.elastic.driver.host_list import Hosts
 from torchring.elastic.driver.workers import UNLIMITED, Limits
 from torchring.horovod.settings import Settings, read_settings
-from torchring.launch.horovodrun import add_options
 from torchring.launch.hosts import Host
 from torchring.launch.jobs import host_job
 from torchring.launch.output import OutputOptions
@@ -282,8 +280,3 @@ def test_options_without_a_meaning_are_named_in_one_line(started: Started, capsy
     assert capsys.readouterr().err == expected
     run("-np", "1", __file__)
     assert capsys.readouterr().err == ""
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    parser.parse_args(["--autotune", "--log-level", "info"])
-    clean = parser.parse_args([])
-    assert (clean.ignored, clean.settings) == ([], [])
