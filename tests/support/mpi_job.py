@@ -92,13 +92,13 @@ class MpiJob:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def end(self) -> None:
-        """Now. More work would start another."""
+    def end(self, seconds: float = _PATIENCE) -> None:
+        """Now, or after as many seconds by force. More work would start another."""
         process, self._process = self._process, None
         if process is not None and process.poll() is None:
             self._store.set(f"work/{self._num_works}", pickle.dumps(None))
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_PATIENCE)
+                process.wait(seconds)
                 return
             stop(process)
 
@@ -136,9 +136,11 @@ class MpiJob:
             time.sleep(0.5)
         if dies is not None:
             reports[dies].failed = self._store.check([f"{work}/{dies}"])
-        if running or dies is not None:
+        if running:
             self._process = None
             stop(process)
+        elif dies is not None:
+            self.end(2.0)  # MPI_Finalize waits for the dead rank; until then the others do what is done at exit
         if any(report.failed for report in reports):
             self._output.seek(0)
             output = self._output.read()[-_TAIL:]

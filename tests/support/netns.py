@@ -49,18 +49,12 @@ def hosts_of(ranks_per_host: Sequence[int]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class HostedWorld:
-    """Ranks to start, and where.
-
-    Attributes:
-        ranks_per_host: as for `hosts_of`.
-        args: what each rank is called with, after rank and world size.
-        expect_exit: {rank: exit code or minus signal} of ranks that must end that way; their result is None.
-    """
+    """Ranks to start, and where."""
 
     network: Network
-    ranks_per_host: tuple[int, ...]
-    args: tuple[Any, ...] = ()
-    expect_exit: Mapping[int, int] = field(default_factory=dict)
+    ranks_per_host: tuple[int, ...]  # as for `hosts_of`
+    args: tuple[Any, ...] = ()  # what each rank is called with, after rank and world size
+    expect_exit: Mapping[int, int] = field(default_factory=dict)  # {rank: exit code or minus signal}, without a result
 
 
 def run_on_hosts(

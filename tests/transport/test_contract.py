@@ -60,64 +60,44 @@ def _job_ends() -> Iterator[None]:
     job.end()
 
 
-def run_transports(
-    kind: str,
+def run_transports(kind: str, size: int, body: Callable[..., object], **how: Any) -> None:
+    """body(meet, *transports) on every rank: in threads, or under MPI. `how`: see `_on_rank`."""
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> None:
+        _on_rank(C10dTransport, rank, size, store, body, **how)
+
+    if kind == "mpi":
+        job.run(partial(_on_mpi_rank, body=body, **how), size)
+    else:
+        run_threads(on_rank, size)
+
+
+def _on_mpi_rank(rank: int, store: dist.Store, communicator: Any, **how: Any) -> None:
+    _on_rank(partial(MpiTransport, communicator=communicator), rank, communicator.size, store, **how)
+
+
+def _on_rank(
+    opens: Callable[..., Any],
+    rank: int,
     size: int,
-    body: Callable[..., Any],
-    *,
+    store: dist.Store,
+    body: Callable[..., object],
     num_streams: int = 1,
     timeout_seconds: float = 20.0,
     groups: Sequence[Sequence[int]] = (),
-) -> list[Any]:
-    """body(meet, *transports) on every rank: in threads, or under MPI; closed when all ranks have returned.
-
-    Each transport is of a world of its own, so that one that fails says nothing of the others.
-
-    Args:
-        groups: each rank's transport connects the ranks of its group.
-    """
-    names = [f"stream{i}" for i in range(num_streams)]
-    if kind == "mpi":
-        how = {"names": names, "timeout_seconds": timeout_seconds, "groups": groups}
-        return job.run(partial(_on_mpi_rank, body=body, **how), size)
-
-    def on_rank(rank: int, size: int, store: dist.Store) -> Any:
-        worlds = [Rendezvous(dist.PrefixStore(name, store), rank, size, timeout_seconds) for name in names]
-        transports = [
-            C10dTransport(world, name, ranks=_group_of(rank, groups)) for world, name in zip(worlds, names, strict=True)
-        ]
-        return _run_and_close(body, Rendezvous(store, rank, size, 20.0), transports)
-
-    return run_threads(on_rank, size)
-
-
-def _on_mpi_rank(
-    rank: int,
-    store: dist.Store,
-    communicator: Any,
-    body: Callable[..., Any],
-    names: Sequence[str] = ("stream",),
-    timeout_seconds: float = 20.0,
-    groups: Sequence[Sequence[int]] = (),
-) -> Any:
-    worlds = [Rendezvous(dist.PrefixStore(name, store), rank, communicator.size, timeout_seconds) for name in names]
-    transports = [
-        MpiTransport(world, name, ranks=_group_of(rank, groups), communicator=communicator)
-        for world, name in zip(worlds, names, strict=True)
-    ]
-    return _run_and_close(body, Rendezvous(store, rank, communicator.size, 20.0), transports)
-
-
-def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int] | None:
-    return next((group for group in groups if rank in group), None)
-
-
-def _run_and_close(body: Callable[..., Any], meeting: Rendezvous, transports: list[Any]) -> Any:
-    result = body(lambda: meeting.all_gather("meet", b""), *transports)
+) -> None:
+    """Each transport is of a world of its own, so that one that fails says nothing of the others. They are closed when
+    all ranks have returned. `groups`: each rank's transport connects the ranks of its group."""
+    group = next((group for group in groups if rank in group), None)
+    transports = []
+    for name in [f"stream{i}" for i in range(num_streams)]:
+        world = Rendezvous(dist.PrefixStore(name, store), rank, size, timeout_seconds)
+        transports.append(opens(world, name, ranks=group))
+    meeting = Rendezvous(store, rank, size, 20.0)
+    body(lambda: meeting.all_gather("meet", b""), *transports)
     meeting.all_gather("finished", b"")
     for transport in transports:
         transport.close()
-    return result
 
 
 def _sum(transport: Transport) -> float:
@@ -354,7 +334,7 @@ def _descriptors_under_mpi(rank: int, store: dist.Store, communicator: Any) -> t
     counts = []
     for turn in range(4):
         of_turn = dist.PrefixStore(f"turn{turn}", store)
-        _on_mpi_rank(rank, of_turn, communicator, _every_dtype_travels_bit_for_bit)
+        _on_mpi_rank(rank, of_turn, communicator, body=_every_dtype_travels_bit_for_bit)
         counts.append(count_open_fds())
     return counts[0], counts[-1]
 
@@ -472,7 +452,7 @@ def _outside_of_the_lock(rank: int, store: dist.Store, communicator: Any) -> int
         return guard(self, *args)
 
     with mock.patch.object(MpiTransport, "_guard", counted):
-        _on_mpi_rank(rank, store, communicator, _threads, ["first", "second", "third"])
+        _on_mpi_rank(rank, store, communicator, body=_threads, num_streams=3)
     return num_outside
 
 

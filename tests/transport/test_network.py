@@ -220,26 +220,16 @@ def test_closing_a_transport_does_not_wait_for_the_rest_of_a_message(slow_networ
 
 
 class Fault(NamedTuple):
-    """What one rank does in the midst of a backward, in one of several worlds.
+    """What one rank does in the midst of a backward, in one of several worlds."""
 
-    Attributes:
-        layout: ranks of each host.
-        actor: the rank that does it.
-        blamed: the ranks that each rank may name then; none if it is to end well, or is dead.
-        cut: the host whose cable it pulls out of the switch, None for none.
-        restore_after: seconds until it plugs the cable in again.
-        kill: the ranks that it kills then, itself the last if it is among them.
-        within: seconds in which it is noticed, and a slack.
-    """
-
-    layout: tuple[int, ...]
-    actor: int
-    blamed: dict[int, Sequence[int]]
-    cut: int | None = None
-    restore_after: float | None = None
-    kill: tuple[int, ...] = ()
+    layout: tuple[int, ...]  # ranks of each host
+    actor: int  # the rank that does it
+    blamed: dict[int, Sequence[int]]  # whom each rank that lives may name then; empty if training is to end well
+    cut: int | None = None  # the host whose cable it pulls out of the switch
+    restore_after: float | None = None  # seconds until it plugs the cable in again
+    kill: tuple[int, ...] = ()  # the ranks that it kills then, itself the last if it is among them
     timeout_seconds: float = _TIMEOUT_SECONDS
-    within: float = _TIMEOUT_SECONDS
+    within: float = _TIMEOUT_SECONDS  # in which it is noticed
 
     def happen(self, network: Network, folder: Path) -> None:
         (folder / "began").write_text(repr(time.monotonic()))
