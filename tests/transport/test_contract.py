@@ -562,24 +562,24 @@ def _fails_on_rank_1(rank: int, store: dist.Store, communicator: Any) -> None:
 @every_transport
 def test_the_death_of_a_peer_names_it(kind: str) -> None:
     if kind == "c10d":
-        died, *survivors = run_ranks(_wait_for_the_dying, 3, expect_exit={0: -signal.SIGKILL})
+        *survivors, died = run_ranks(_wait_for_the_dying, 3, expect_exit={2: -signal.SIGKILL})
     else:
-        died, *survivors = job.run(_wait_for_the_dying_under_mpi, 3, dies=0)
+        *survivors, died = job.run(_wait_for_the_dying_under_mpi, 3, dies=2)
     assert died is None
     for peers, seconds in survivors:
-        assert peers == (0,)
+        assert peers == (2,)
         assert seconds < patient(4.0)
 
 
 def _wait_for_the_dying(rank: int, size: int) -> Any:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return _wait(C10dTransport(Rendezvous(store, rank, size, 20.0), "stream"), dies=rank == 0)
+    return _wait(C10dTransport(Rendezvous(store, rank, size, 20.0), "stream"), dies=rank == 2)
 
 
 def _wait_for_the_dying_under_mpi(rank: int, store: dist.Store, communicator: Any) -> Any:
     world = World(store, rank, communicator.size, timeout_seconds=20.0)  # which knows who on this host lives
     assert world.rendezvous is not None
-    return _wait(MpiTransport(world.rendezvous, "stream", world.host, communicator=communicator), dies=rank == 0)
+    return _wait(MpiTransport(world.rendezvous, "stream", world.host, communicator=communicator), dies=rank == 2)
 
 
 def _wait(transport: Transport, dies: bool = False) -> Any:
