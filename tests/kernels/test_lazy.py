@@ -19,6 +19,8 @@ from torchring.kernels.lazy import Kernel, lazy_jit
 if TYPE_CHECKING:
     import triton.language as tl
 
+pytestmark = pytest.mark.sim
+
 
 @lazy_jit(do_not_specialize=("numel",))
 @no_type_check
@@ -39,6 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Driver]:
         _some_kernel.jitted.device_caches.clear()
 
 
+@pytest.mark.smoke
 def test_a_file_may_be_imported_after_what_it_uses_was_jitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_some_kernel.fn.__globals__, "helper", None)
     helper: Any = SimpleNamespace(fn=SimpleNamespace(__name__="helper"))  # as `triton.jit` has returned
@@ -46,6 +49,7 @@ def test_a_file_may_be_imported_after_what_it_uses_was_jitted(monkeypatch: pytes
     assert _some_kernel.fn.__globals__["helper"] is helper
 
 
+@pytest.mark.smoke
 def test_without_triton_the_error_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ModuleNotFoundError, match=r"need Triton, .*pip install 'torchring\[gpu\]'"):

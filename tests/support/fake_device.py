@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -151,6 +152,12 @@ class FakeStream:
             task.run()
 
 
+class _OfThread(threading.local):
+    current: object = COMPUTE
+    is_executing = False
+    is_watched = False
+
+
 @dataclass(eq=False)
 class FakeAccelerator:
     """See `torchring.devices.cuda.CudaAccelerator`.
@@ -188,7 +195,7 @@ class FakeAccelerator:
         self.calls: Counter[str] = Counter()
         self.races: list[str] = []
         self.host_words: list[torch.Tensor] = []
-        self._of_thread = threading.local()
+        self._of_thread = _OfThread()
         self.clock = 0
         self.streams: list[FakeStream] = []
         self._noted: list[_Noted] = []
@@ -199,7 +206,7 @@ class FakeAccelerator:
 
     @property
     def current(self) -> object:
-        return getattr(self._of_thread, "current", COMPUTE)
+        return self._of_thread.current
 
     @current.setter
     def current(self, stream: object) -> None:
@@ -207,7 +214,7 @@ class FakeAccelerator:
 
     @property
     def is_executing(self) -> bool:
-        return getattr(self._of_thread, "is_executing", False)
+        return self._of_thread.is_executing
 
     # What torchring asks of it
 
@@ -304,51 +311,41 @@ class FakeAccelerator:
                 accelerator._pointed_at = tensors
             point_at(table, tensors)
 
-        kept = dict(_open)
-        _open.clear()
-        try:
-            with (
-                mock.patch.dict(ACCELERATORS, {"cpu": lambda device: self}),
-                mock.patch.object(Kernel, "launch", launch_later),
-                mock.patch.object(ChunkTable, "point_at", point_at_noted),
-                contextlib.nullcontext() if lazy.INTERPRETED else in_torch,
-                self.watching(),
-            ):
-                yield self
-        finally:
-            _open.clear()
-            _open.update(kept)
+        with (
+            mock.patch.dict(_open, clear=True),
+            mock.patch.dict(ACCELERATORS, {"cpu": lambda device: self}),
+            mock.patch.object(Kernel, "launch", launch_later),
+            mock.patch.object(ChunkTable, "point_at", point_at_noted),
+            contextlib.nullcontext() if lazy.INTERPRETED else in_torch,
+            self.watching(),
+        ):
+            yield self
 
-    @contextlib.contextmanager
-    def on_stream(self, stream: object) -> Iterator[None]:
+    def on_stream(self, stream: object) -> AbstractContextManager[None]:
         """With another stream the current one. Streams that are no `FakeStream` compute at once."""
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+        return self._with("current", stream)
 
-    @contextlib.contextmanager
-    def executing(self) -> Iterator[None]:
+    def executing(self) -> AbstractContextManager[None]:
         """What is done in here is done, and not noted."""
-        before, self._of_thread.is_executing = self.is_executing, True
-        try:
-            yield
-        finally:
-            self._of_thread.is_executing = before
+        return self._with("is_executing", True)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """What this thread asks of torch in here is noted, or queued."""
-        if getattr(self._of_thread, "is_watched", False):
+        if self._of_thread.is_watched:
             yield
             return
-        self._of_thread.is_watched = True
+        with self._with("is_watched", True), _Watch(self):
+            yield
+
+    @contextlib.contextmanager
+    def _with(self, name: str, value: object) -> Iterator[None]:
+        before = getattr(self._of_thread, name)
+        setattr(self._of_thread, name, value)
         try:
-            with _Watch(self):
-                yield
+            yield
         finally:
-            self._of_thread.is_watched = False
+            setattr(self._of_thread, name, before)
 
     def _call(self, run: Callable[[], object], accesses: Callable[[], list[Access]], what: str) -> None:
         if not self.is_executing and isinstance(self.current, FakeStream):
@@ -369,9 +366,8 @@ class FakeAccelerator:
         if isinstance(waiting, FakeStream):  # a stream waits for a stream: later, and then for what that one has seen
             if waiting is not stream:
                 waiting.call(lambda: stream.do_until(mark), list, "hold")
-                waiting.seen = {
-                    key: max(mark.seen.get(key, 0), waiting.seen.get(key, 0)) for key in mark.seen | waiting.seen
-                }
+                seen = mark.seen, waiting.seen
+                waiting.seen = {key: max(each.get(key, 0) for each in seen) for key in seen[0] | seen[1]}
             return
         self.calls["hold_current"] += 1
         if self.mode == "lazy":
