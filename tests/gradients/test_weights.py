@@ -381,7 +381,7 @@ def test_several_optimizers_match_backwards_that_do_not_reduce_too(rank: int) ->
     assert _first(a) == [2.5]  # (1 + 2 on rank 0, 2 on rank 1) / 2
 
 
-@ranks(2)
+@ranks(2, start=run_ranks)
 def test_odd_ways(rank: int) -> None:
     (a, b), optimizer = _pair()
     optimizer.weigh(0.0)
