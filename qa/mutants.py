@@ -226,11 +226,7 @@ def sample(seed: int, num: int, only: list[str]) -> list[Mutant]:
 
 
 def _copy_tree(copy: Path) -> None:
-    listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True)
-    for name in filter(None, listed.split("\0")):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # deleted, and not committed yet
-            shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "site"))
 
 
 def _pytest(tree: Path, names: Iterable[str], keywords: str = "") -> subprocess.Popen[bytes]:
@@ -312,11 +308,9 @@ def report(mutants: list[Mutant], about: dict[str, object], path: Path) -> None:
     print(f"\n{'':40}{'mutants':>12}" + "".join(f"{column:>12}" for column in columns))
     for name, count in counts.items():
         print(f"{name:40}{count.total():12}" + "".join(f"{count[column]:12}" for column in columns))
-    noticed, survived = counts["all"]["caught"] + counts["all"]["timed out"], counts["all"]["survived"]
-    print(f"{noticed} of {noticed + survived} are noticed: {noticed / max(noticed + survived, 1):.1%}")
-    details = [
-        {name: value for name, value in vars(mutant).items() if name not in ("source", "log")} for mutant in mutants
-    ]
+    num_judged = counts["all"].total() - counts["all"]["equivalent"]
+    print(f"{num_judged - counts['all']['survived']} of {num_judged} are noticed")
+    details = [{name: value for name, value in vars(each).items() if name not in ("source", "log")} for each in mutants]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**about, "counts": counts, "mutants": details}, indent=1))
 
