@@ -17,12 +17,11 @@ import os
 import random
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.elastic.test_elastic import check_books, check_growth, check_result, train_worker
@@ -57,7 +56,6 @@ class Adversary:
             "polite end": (2, lambda: self._send(self._any(at_least=2), signal.SIGTERM)),
             "stop": (0.4, self._stop),
             "wait for a checkpoint to be written": (1, self._kill_writer),
-            "full disk": (0.4 if os.path.ismount(folder) else 0, self._fill_disk),
             "other slots": (0.7, self._change_slots),
             "cut": (0.3 if network else 0, self._cut),
         }
@@ -107,15 +105,6 @@ class Adversary:
         else:
             self._later.append((0.0, self._kill_writer))  # until there is a file that is not finished
 
-    def _fill_disk(self) -> bool | None:
-        if (file := self._folder / "full").exists():
-            return False
-        with contextlib.suppress(OSError), file.open("wb", buffering=0) as full:
-            while True:
-                full.write(bytes(1 << 14))
-        self._do_later(0.5, 5.0, file.unlink)
-        return None
-
     def _change_slots(self) -> None:
         few = [1, 2] if len(self._hosts.names) > 1 else [2, 3, 4]
         self._hosts.offer({name: self._random.choice(few) for name in self._hosts.names})
@@ -128,24 +117,13 @@ class Adversary:
         return None
 
 
-@contextlib.contextmanager
-def _small_disk(folder: Path) -> Iterator[None]:
-    """A file system of its own, which the adversary can fill. For root; others go without."""
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder]).returncode:
-        yield
-        return
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
 def run(seconds: float, seed: int, network: Network | None = None) -> str:
     """Let the adversary act for that long. Returns what has happened, as text. Raises AssertionError.
 
     With a network of two hosts, this process has to be on host 0.
     """
-    with tempfile.TemporaryDirectory(prefix="torchring-chaos-") as name, _small_disk(folder := Path(name)):
+    with tempfile.TemporaryDirectory(prefix="torchring-chaos-") as name:
+        folder = Path(name)
         script = functools.partial(train_worker, checkpoint=folder, every=50)
         how = {"max_size": 4, "heartbeat_timeout": 6.0}
         if network is None:

@@ -219,17 +219,14 @@ def check_growth(job: ElasticJob) -> dict[str, int]:
     """No worker has grown with the number of changes. Returns the most that one has grown, of each kind."""
     most = {"descriptors": 4, "threads": 2, "mappings": 40, "kilobytes": 20_000}
     grown = dict.fromkeys(most, 0)
-    by_worker: dict[int, list[dict[str, Any]]] = {}
+    by_layout: dict[Any, list[dict[str, Any]]] = {}
     for each in job.notes("enters"):
-        by_worker.setdefault(each["pid"], []).append(each)
-    for entries in by_worker.values():
+        by_layout.setdefault((each["pid"], *each["layout"]), []).append(each)
+    for entries in by_layout.values():
         settled = entries[2:]  # what is made once, was
-        for layout in {tuple(each["layout"]) for each in settled}:
-            of_layout = [each for each in settled if tuple(each["layout"]) == layout]
-            # What some generations open and others do not, such as links for collectives, is in the first half.
-            for kind in grown if (half := len(of_layout) // 2) else ():
-                before = max(each[kind] for each in of_layout[:half])
-                grown[kind] = max(grown[kind], of_layout[-1][kind] - before)
+        # What some generations open and others do not, such as links for collectives, is in the first half.
+        for kind in grown if (half := len(settled) // 2) else ():
+            grown[kind] = max(grown[kind], settled[-1][kind] - max(each[kind] for each in settled[:half]))
     assert all(grown[kind] <= most[kind] for kind in most), grown
     return grown
 

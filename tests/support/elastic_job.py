@@ -53,24 +53,6 @@ def is_last(step: int) -> bool:
     return False
 
 
-class _Process:
-    """A forked worker, with the methods of `subprocess.Popen` that the driver calls."""
-
-    def __init__(self, process: Any) -> None:
-        self._process = process
-        self.pid: int = process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self) -> int:
-        self._process.join()
-        return self._process.exitcode
-
-
 class _Job:
     """A worker, in place of `jobs.HostJob`: no reaper stands in front of it."""
 
@@ -88,8 +70,9 @@ class _Job:
         arguments = (self._job.script, environ, str(files.with_suffix(".log")), self._job.enter_host, self._host)
         process = self._job.context.Process(target=_main, args=arguments, name=f"worker {worker}", daemon=True)
         process.start()
-        self.process = _Process(process)
-        self._job.pids[worker] = self.process.pid
+        process.poll = lambda: process.exitcode  # as of `subprocess.Popen`
+        self.process = process
+        self._job.pids[worker] = process.pid
 
     def tell(self, number: int) -> None:
         if not number:
@@ -99,7 +82,7 @@ class _Job:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
 
 def _main(
