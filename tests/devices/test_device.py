@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.fake_device import FakeAccelerator, FakeMark, FakeStream, Race
+from tests.support.fake_device import FakeAccelerator, FakeMark, FakeStream
 from tests.support.kernels import table_of
 from torchring.accelerators import accelerator_of
 from torchring.devices import agreement as agreement_module
@@ -75,24 +75,6 @@ def test_ranges_are_there_while_a_profiler_looks() -> None:
     names = {event.name for event in profile.events() or ()}
     assert "torchring.seen" in names
     assert "torchring.unseen" not in names
-
-
-# The fake itself
-
-
-@pytest.mark.parametrize("mode", ["late", "eager"])
-def test_an_order_that_nothing_says_is_a_race(mode: str) -> None:
-    with FakeAccelerator(mode).installed() as accelerator:
-        stream = accelerator.open_stream()
-        value = torch.zeros(8)
-
-        def write() -> None:
-            stream.run(lambda: value.fill_(1.0))
-            stream.mark().hold_current()
-
-        with pytest.raises(Race, match=r"writes what .* writes on compute, in no order"):
-            write()
-        assert len(accelerator.races) == 1
 
 
 # Packing

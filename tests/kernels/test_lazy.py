@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 pytestmark = pytest.mark.sim
+ARGUMENTS: tuple[Any, ...] = (DEVICE, 3, OnDevice(), torch.zeros(1), 5, None, 0.5, 16)
+OPTIONS: dict[str, Any] = {"WIDTH": 2, "num_warps": 2}
 
 
 @lazy_jit(do_not_specialize=("numel",))
@@ -56,40 +58,27 @@ def test_without_triton_the_error_says_where_it_comes_from(monkeypatch: pytest.M
         _ = Kernel(_some_kernel.fn, [], []).jitted
 
 
-def _launches() -> tuple[Any, ...]:
-    host = torch.zeros(1)
-    arguments: Any = (DEVICE, 3, OnDevice(), host, 5, None, 0.5, 16)
-    options: Any = {"WIDTH": 2, "num_warps": 2}
-    return arguments, options
-
-
-def _prepared() -> Any:
-    arguments, options = _launches()
-    return _some_kernel.prepare(*arguments, **options)
-
-
 def test_a_prepared_launch_is_triton_s(gpu: Driver) -> None:
     """All but the stream, and tensors that have become addresses."""
-    arguments, options = _launches()
-    _some_kernel.launch(*arguments[1:], **options)
-    launch = _some_kernel.prepare(*arguments, **options)
+    _some_kernel.launch(*ARGUMENTS[1:], **OPTIONS)
+    launch = _some_kernel.prepare(*ARGUMENTS, **OPTIONS)
     assert len(gpu.launched) == 1, "nothing is launched yet"
     for gpu.stream in (7, 8, 9):
         launch()
     ordinary, first, second, third = gpu.launched
     assert first[:3] == (3, 1, 1)
-    assert first[-8:-6] == arguments[2:4]
+    assert first[-8:-6] == ARGUMENTS[2:4]
     assert first == ordinary
     assert [later[3] for later in (second, third)] == [8, 9], "the stream that is current at the launch"
     for later in (second, third):
         assert later[-8] == 4096
-        assert later[-7] is arguments[3], "the driver may know pinned memory by another address"
+        assert later[-7] is ARGUMENTS[3], "the driver may know pinned memory by another address"
         assert (*later[:3], *later[4:]) == (*first[:3], *first[4:-8], 4096, *first[-7:])
     assert len(_some_kernel.jitted.device_caches[0][0]) == 1
 
 
 def test_hooks_see_prepared_launches(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = _prepared()
+    launch = _some_kernel.prepare(*ARGUMENTS, **OPTIONS)
     launch()
     seen: list[str] = []
 
@@ -108,7 +97,7 @@ def test_hooks_see_prepared_launches(gpu: Driver, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_launcher_that_has_changed_is_not_used_again(gpu: Driver) -> None:
-    launch = _prepared()
+    launch = _some_kernel.prepare(*ARGUMENTS, **OPTIONS)
     launch()
     gpu.refuses = True
     launch()
@@ -118,7 +107,7 @@ def test_a_launcher_that_has_changed_is_not_used_again(gpu: Driver) -> None:
 
 
 def test_another_current_device_is_left(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = _prepared()
+    launch = _some_kernel.prepare(*ARGUMENTS, **OPTIONS)
     entered: list[Any] = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(entered.append(device)))
     launch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+import torchring
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
 from tests.support.kernels import B16, F16, F32, F64, INF, NAN, PTX
 from tests.support.ptx import InlinePtx, ptx_in_kernels
@@ -20,8 +19,6 @@ from torchring.allreduce.slices import slice_bounds
 from torchring.kernels.direct import prepare_direct
 from torchring.kernels.ring import prepare_ring
 from torchring.kernels.signals import MAX_BLOCKS, block_words, signal_bytes
-from torchring.memory.host import connect
-from torchring.rendezvous.rendezvous import Rendezvous
 
 GUARD = 16  # elements behind a wire that nobody may touch
 NUM_BYTES = 4 * (40_011 + GUARD)
@@ -141,26 +138,23 @@ def rounds_of_rank(
     rank: int, num_ranks: int, runner: Runner, rounds: list[Round], device: str = "cpu"
 ) -> list[torch.Tensor]:
     """All rounds with nothing between them but the kernel's own signals, and each time another rank late."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    group = connect(Rendezvous(store, rank, num_ranks, 30.0))
-    try:
-        pads = list(group.allocate(signal_bytes(num_ranks)).parts)
-        begin_counts(Place(rank, num_ranks, pads, pads))
-        parts = list(group.allocate(NUM_BYTES).parts)  # waits for all ranks
-        place = Place(rank, num_ranks, parts, pads, device == PTX)
-        outcomes = []
-        for number, todo in enumerate(rounds):
-            if number % num_ranks == rank and num_ranks > 1:
-                time.sleep(0.05)
-            place.fill(todo)
-            runner(place, todo)
-            outcomes.append(place.outcome(todo))
-        for first, *others, left, right, own in counts_of(place):
-            assert others == [first] * (num_ranks - 1), "ranks have been to different numbers of meetings"
-            assert left == right == own, "neighbours have gone different numbers of steps"
-        return outcomes
-    finally:
-        group.close()
+    group = torchring.init().host
+    assert group is not None
+    pads = list(group.allocate(signal_bytes(num_ranks)).parts)
+    begin_counts(Place(rank, num_ranks, pads, pads))
+    parts = list(group.allocate(NUM_BYTES).parts)  # waits for all ranks
+    place = Place(rank, num_ranks, parts, pads, device == PTX)
+    outcomes = []
+    for number, todo in enumerate(rounds):
+        if number % num_ranks == rank and num_ranks > 1:
+            time.sleep(0.05)
+        place.fill(todo)
+        runner(place, todo)
+        outcomes.append(place.outcome(todo))
+    for first, *others, left, right, own in counts_of(place):
+        assert others == [first] * (num_ranks - 1), "ranks have been to different numbers of meetings"
+        assert left == right == own, "neighbours have gone different numbers of steps"
+    return outcomes
 
 
 def rounds_on_streams(num_ranks: int, runner: Runner, rounds: list[Round]) -> Outcomes:
