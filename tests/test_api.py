@@ -144,24 +144,5 @@ print("triton" in sys.modules)
     assert ran.stderr == ""
 
 
-@pytest.mark.grid  # test_layout.py finds cycles
-def test_a_script_may_begin_with_any_name() -> None:
-    """Modules that import each other can be imported in any order."""
-    code = """
-import os, sys
-import torch
-for name in sys.argv[1:]:
-    if not (child := os.fork()):
-        import torchring
-        getattr(torchring, name)
-        os._exit(0)
-    print(name, os.waitpid(child, 0)[1])
-"""
-    first_of_home = {home: name for name, home in reversed(torchring._HOME_OF.items())}
-    names = list(first_of_home.values())
-    ran = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=patient(60))
-    assert ran.stdout.splitlines() == [f"{name} 0" for name in names], ran.stderr
-
-
 if __name__ == "__main__":
     API.write_text(described())

@@ -18,17 +18,13 @@ from torchring.safe_files import create, reading, replacing, warn_of_owner
 PACKAGE = Path(torchring.__file__).parent
 
 
-def _read(path: Path) -> None:
-    reading(path).close()
+def _replace(path: Path) -> None:
+    with replacing(path, "w") as file:
+        file.write("new")
 
 
 def _create(path: Path) -> None:
     with open(create(path), "w") as file:
-        file.write("new")
-
-
-def _replace(path: Path) -> None:
-    with replacing(path, "w") as file:
         file.write("new")
 
 
@@ -45,7 +41,7 @@ def test_what_is_no_regular_file_is_refused_at_once(kind: str, tmp_path: Path) -
             "socket": lambda: listener.bind(str(path)),
             "folder": path.mkdir,
         }[kind]()
-        for use in (_read, _create, _replace):
+        for use in (reading, _create, _replace):
             with pytest.raises(OSError, match="it is a link, a pipe, a device or a folder; name another file"):
                 use(path)
     assert precious.read_text() == "old"

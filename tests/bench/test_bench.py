@@ -67,28 +67,17 @@ def test_the_first_failure_ends_all_and_is_named(
     assert children() == before
 
 
-@pytest.mark.parametrize(
-    ("name", "tensors", "mib"),
-    [
-        *(("mlp", 20, 160), ("gpt", 77, 65)),
-        *(
-            pytest.param(*row, marks=pytest.mark.grid)
-            for row in (("small", 802, 3), ("vgg", 32, 144), ("resnet", 161, 97))
-        ),
-    ],
-)
-def test_models_are_what_the_tables_say(name: str, tensors: int, mib: int) -> None:
-    workload = MODELS[name]()
-    parameters = list(workload.model.parameters())
-    assert len(parameters) == tensors
-    assert round(sum(p.numel() * p.element_size() for p in parameters) / 2**20) == mib
-    first, again, other = workload.batch(seed=1), workload.batch(seed=1), workload.batch(seed=2)
-    assert all(map(torch.equal, first, again))
-    assert not any(map(torch.equal, first, other))
-    with torch.no_grad():
-        loss = workload.loss(workload.model, first)
-    assert loss.isfinite()
-    assert 1 < loss < 20
+def test_models_are_what_the_tables_say() -> None:
+    for name, tensors, mib in (("mlp", 20, 160), ("gpt", 77, 65), ("small", 802, 3)):
+        workload = MODELS[name]()
+        parameters = list(workload.model.parameters())
+        assert len(parameters) == tensors
+        assert round(sum(p.numel() * p.element_size() for p in parameters) / 2**20) == mib
+        first, again, other = (workload.batch(seed) for seed in (1, 1, 2))
+        assert all(map(torch.equal, first, again))
+        assert not any(map(torch.equal, first, other))
+        with torch.no_grad():
+            assert 1 < workload.loss(workload.model, first) < 20
 
 
 def test_elastic_replicas_that_differ_end_the_run() -> None:

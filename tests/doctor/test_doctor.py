@@ -6,11 +6,9 @@ python -m tests.doctor.test_doctor      writes golden.txt anew; look at the diff
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -185,20 +183,18 @@ def test_a_model_trains_on_a_device_by_each_algorithm() -> None:
 # Facts of this machine
 
 
-@pytest.mark.parametrize(
-    ("environ", "resolved", "expected"),
-    [
+def test_where_gloo_will_listen() -> None:
+    interface = {"GLOO_SOCKET_IFNAME": "eth0"}
+    for environ, resolved, expected in (
         ({}, ["127.0.1.1"], "127.0.1.1"),
         ({}, ["10.0.0.5"], "10.0.0.5"),
         ({}, ["10.9.9.9"], "127.0.0.1"),  # another machine's: torch falls back
         ({}, [], "127.0.0.1"),
-        ({"GLOO_SOCKET_IFNAME": "eth0"}, ["127.0.1.1"], "10.0.0.5"),
+        (interface, ["127.0.1.1"], "10.0.0.5"),
         ({"GLOO_SOCKET_IFNAME": "eth0,eth1"}, [], "10.0.0.5"),
         ({"GLOO_SOCKET_IFNAME": "eth7"}, ["10.0.0.5"], ""),
-    ],
-)
-def test_where_gloo_will_listen(environ: dict[str, str], resolved: list[str], expected: str) -> None:
-    assert gloo_address(environ, [["lo", "127.0.0.1"], ["eth0", "10.0.0.5"]], resolved) == expected
+    ):
+        assert gloo_address(environ, [["lo", "127.0.0.1"], ["eth0", "10.0.0.5"]], resolved) == expected
 
 
 def test_who_listens_at_a_port() -> None:
@@ -238,7 +234,7 @@ def visit(number: int, _: int, trouble: str, *arguments: str) -> tuple[int, str,
     elif (number, trouble) in ((1, "dies"), (0, "rank 0 dies")):
         rank._measure = lambda *_: os._exit(3)
     elif number == 1 and trouble == "hangs":
-        rank._measure = lambda *_: time.sleep(3) or []
+        rank._measure = lambda *_: time.sleep(1.5 * float(arguments[-1])) or []
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = doctor.main(arguments)
     return code, out.getvalue(), err.getvalue()
@@ -262,8 +258,8 @@ def test_ranks_of_a_launcher_make_one_report() -> None:
     [("torch", "1.0 on rank 1"), ("dies", "measuring failed: rank 1"), ("hangs", "measuring failed: rank 1")],
 )
 def test_a_rank_that_fails_is_in_the_report(trouble: str, said: str) -> None:
-    exits = {1: 3} if trouble == "dies" else {}
-    (code, text, _), _ = harness.run_ranks(visit, 2, trouble, "--json", "--timeout", "2", expect_exit=exits)
+    exits, timeout = {1: 3} if trouble == "dies" else {}, str(harness.patient(1.0))
+    (code, text, _), _ = harness.run_ranks(visit, 2, trouble, "--json", "--timeout", timeout, expect_exit=exits)
     report = json.loads(text)
     assert (code, report["verdict"]) == (1, "wrong")
     (wrong,) = [found["text"] for found in report["findings"] if found["level"] == "wrong"]
@@ -328,6 +324,11 @@ def test_what_ranks_are_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.pop() == (("-np", "2"), (program, "--backend", "auto", "--timeout", "30.0"))
 
 
+def run_python(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return commands.finish(commands.start(command, harness._clean_environ() | {"PYTHONUNBUFFERED": "1"} | environ))
+
+
 HANGS = """
 import os, sys, time
 from torchring import doctor
@@ -342,19 +343,11 @@ sys.exit(doctor.main(['--json', '--timeout', '0.1']))
 
 def test_a_rank_that_hangs_says_where_and_ends() -> None:
     """And what a library prints is not on stdout."""
-    job = {"TORCHRING_LAUNCHER": "none", "TORCHRING_JOB": "a job of torchring run"}  # one rank, which starts no others
-    ran = run_doctor([sys.executable, "-c", HANGS], **job)
+    alone = {"TORCHRING_LAUNCHER": "none", "TORCHRING_JOB": "a job of torchring run"}  # a rank, which starts no others
+    ran = run_python("-c", HANGS, **alone)
     assert (ran.returncode, ran.stdout) == (1, "")
     assert "noise" in ran.stderr
     assert "Timeout (0:00:00" in ran.stderr
-
-
-def run_doctor(command: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
-    environ = {**harness._clean_environ(), "PYTHONUNBUFFERED": "1", **changes}
-    return commands.finish(commands.start(command, environ))
-
-
-DOCTOR = [sys.executable, "-m", "torchring", "doctor"]
 
 
 def test_a_process_that_hangs_before_it_is_a_rank(tmp_path: Path) -> None:
@@ -371,25 +364,11 @@ elif rank == "1":
     os._exit(1)
 """
     (tmp_path / "sitecustomize.py").write_text(hang)
-    ran = run_doctor([*DOCTOR, "--timeout", "0.5"], PYTHONPATH=str(tmp_path))
+    ran = run_python("-m", "torchring", "doctor", "--timeout", "0.5", PYTHONPATH=str(tmp_path))
     assert ran.returncode == 1, ran.stderr
     assert "joining the ranks failed: rank 1 did not" in " ".join(ran.stdout.split())
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
-
-
-@pytest.mark.skipif(
-    shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None, reason="takes mpirun and mpi4py"
-)
-@pytest.mark.grid
-def test_as_ranks_of_mpirun_over_mpi() -> None:
-    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
-    ran = run_doctor([*mpirun, *DOCTOR, "--backend", "mpi", "--json"], TMPDIR="/tmp")  # Open MPI: a short one
-    assert ran.returncode == 0, ran.stderr
-    report = json.loads(ran.stdout)
-    assert report["launcher"].startswith("mpirun")
-    assert report["backend"] == "mpi"
-    assert {path["kind"] for path in report["paths"]} == {"shared memory"}
 
 
 # Several hosts

@@ -23,7 +23,6 @@ from torchring.observe.recorder.records import RankTrace
 from torchring.observe.recorder.writer import recorder_of
 from torchring.report.model.merge import merge
 from torchring.report.verdict.analysis import analyse
-from torchring.report.verdict.findings import Analysis
 
 _STEPS = 30
 
@@ -80,12 +79,8 @@ def _steps(model: nn.Module, optimizer: Any, samples: torch.Tensor, num_steps: i
     return dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, process_began=0))
 
 
-def _analysis(fault: str) -> Analysis:
-    return analyse(merge(run_pooled(_train, 2, fault)))
-
-
 def test_a_slow_loader_on_one_rank() -> None:
-    verdict = _analysis("input").verdict
+    verdict = analyse(merge(run_pooled(_train, 2, "input"))).verdict
     assert (verdict.kind, verdict.rank) == ("input", 1), verdict
     assert "waits for data on rank 1" in verdict.sentence
     assert 15 < verdict.cost.mean < 60
@@ -114,6 +109,9 @@ def test_a_slow_link() -> None:
 
 def test_an_even_job_computes() -> None:
     """Other programs may take the core of one rank for the whole of one job, and not of three jobs in a row."""
-    verdict = next(verdict for i in range(3) if (verdict := _analysis("").verdict).rank is None or i == 2)
+    for _ in range(3):
+        verdict = analyse(merge(run_pooled(_train, 2, ""))).verdict
+        if verdict.rank is None:
+            break
     assert verdict.rank is None, verdict
     assert verdict.kind == "compute" or verdict.share < 0.4, verdict  # on a busy machine, ranks do not run all the time

@@ -30,7 +30,6 @@ from torchring.observe.recorder.records import (
 from torchring.observer import Phase
 from torchring.report.model.merge import merge
 from torchring.report.model.scaling import Network
-from torchring.report.model.timing import spans_of
 from torchring.report.show.sections import about_batch
 from torchring.report.show.terminal import plain
 from torchring.report.verdict.analysis import analyse
@@ -405,17 +404,6 @@ def test_noise_of_10_percent_accuses_nobody() -> None:
         verdict = analyse(merge(simulate(num_ranks, noise=0.1, seed=seed, **QUICK))).verdict
         assert verdict.rank is None, (num_ranks, seed)
         assert verdict.kind == "compute" or verdict.detail == "jitter", (num_ranks, seed)
-
-
-def test_the_median_step() -> None:
-    analysis = analyse(merge(simulate(4, noise=0.05, input_ms=[2, 2, 2, 63], **QUICK)))
-    i, timing = analysis.median_step, analysis.timing
-    assert (timing.end - timing.begin)[i].max() == pytest.approx(analysis.step.mean, rel=0.02)
-    for rank, step in enumerate(analysis.job.steps[i]):
-        spans = spans_of(step, analysis.critical.waiting[i, rank])
-        assert all(a[2] == b[1] for a, b in itertools.pairwise(spans))
-        assert (Phase.WAITING in [phase for phase, *_ in spans]) == (rank != 3)
-    assert (analysis.critical.last[i] == 3).all()
 
 
 if __name__ == "__main__":

@@ -21,9 +21,7 @@ pytest.importorskip("plotly", reason="needs plotly: pip install 'torchring[repor
 
 from torchring.observe.recorder.records import RankTrace
 from torchring.observer import Phase
-from torchring.report import words
 from torchring.report.model.merge import merge
-from torchring.report.show.figures import COLORS
 from torchring.report.show.page import page_of, write_page
 from torchring.report.show.terminal import plain
 from torchring.report.verdict.analysis import analyse
@@ -163,21 +161,6 @@ def test_what_the_figures_show(page: str) -> None:
     assert waits["base"][:3] == pytest.approx([52.0, 92.95, 130.95], abs=0.1)
     assert waits["x"] == pytest.approx([40.0, 112.0 - 92.95, 132.0 - 130.95] * 3 + [0.0] * 3, abs=0.1)
     assert lanes["input"]["x"] == pytest.approx([2, 2, 2, 42], abs=0.1)
-
-
-def test_a_phase_has_one_colour(page: str) -> None:
-    assert len({*COLORS.values()}) == len(Phase)
-    for figure, colour_of in (
-        ("by-rank", lambda trace: trace["marker"]["color"]),
-        ("lanes", lambda trace: trace["marker"]["color"]),
-        ("over-time", lambda trace: trace["fillcolor"]),
-    ):
-        drawn = traces_of(page, figure)
-        shown = {phase: colour_of(drawn[name]) for phase in Phase if (name := words.NAMES[phase]) in drawn}
-        assert len(shown) > 3
-        assert shown == {phase: COLORS[phase] for phase in shown}
-    swatches = re.findall(r'background:(#\w+)" aria-hidden="true"></i>([a-z ]+)<', page)
-    assert {color for color, name in swatches if name == "backward"} == {COLORS[Phase.BACKWARD]}
 
 
 def test_a_long_trace_becomes_at_most_300_points_that_keep_the_sum() -> None:

@@ -173,18 +173,3 @@ def test_latency_and_bandwidth_are_fitted_despite_outliers() -> None:
     network = fit(np.full(5, 10.0 * MB), np.full(5, 20.0), 2)
     assert network == Network(0.0, pytest.approx(0.5), is_alpha_known=False)
     assert fit(np.array([]), np.array([]), 2) is None
-
-
-def test_advice_is_what_a_simulation_with_the_change_shows() -> None:
-    options = {"bucket_mb": [1, 12, 12, 12], "noise": 0.01, "num_steps": 20}
-    analysis = of(4, **options)
-    saves = {each.what: each.saves_share for each in analysis.advice}
-    half = of(4, **(options | {"bucket_mb": [0.5, 6, 6, 6]})).step.mean
-    assert saves["Send gradients in 16 bits"] == pytest.approx(1 - half / analysis.step.mean, abs=0.01)
-    late = of(4, input_ms=[2, 2, 62, 2], **options)
-    even = of(4, **options).step.mean
-    best, *others = late.advice
-    assert best.what == "Load data in the background, or faster, on rank 2"
-    assert best.saves_share == pytest.approx(1 - even / late.step.mean, abs=0.02)
-    assert best.predicted_ms == pytest.approx(late.step.mean * (1 - best.saves_share))
-    assert all(each.saves_share <= best.saves_share for each in others)
