@@ -268,7 +268,7 @@ def _lose_two(step: int) -> None:
 
 def test_losses_joins_and_polite_ends_change_nothing() -> None:
     script = functools.partial(train_worker, trouble=_overflow_once, scaled_trouble=_lose_two)
-    with ElasticJob(script, 3, stall_timeout=2.5) as job:
+    with ElasticJob(script, 3, stall_timeout=1.5) as job:
         job.run_until(lambda: job.workers, "a generation")
         lost = job.workers[0]
         # On a busy machine, the replacement may come before the others have met.

@@ -130,11 +130,6 @@ class ElasticJob:
         enter_host: called in each worker with the name of its host, before anything else.
         interface: of the network, where the store listens.
         limits: of `workers.Limits`.
-
-    Attributes:
-        folder: of notes and logs.
-        pids: of all workers.
-        num_heartbeats: that reapers would have got.
     """
 
     def __init__(
@@ -150,19 +145,19 @@ class ElasticJob:
         self.script = script
         self.enter_host = enter_host
         self._interface = interface
-        self.pids: dict[int, int] = {}
+        self.pids: dict[int, int] = {}  # of all workers
         self._limits = Limits(size=size, **{"min_size": 1, "max_size": size, "cooldown": (0.05, 0.2), **limits})
         self._hosts = hosts or fixed([Host("localhost", self._limits.max_size)])
         self._stack = contextlib.ExitStack()
         self.received: list[int] = []
-        self.num_heartbeats = 0
+        self.num_heartbeats = 0  # that reapers would have got
         self._notes: list[dict[str, Any]] = []
         self._num_read: dict[Path, int] = {}
 
     def __enter__(self) -> ElasticJob:
         self.context = _start_method(_clean_environ())
         self.leftovers = self._stack.enter_context(_Leftovers())
-        self.folder = Path(self.leftovers.folder)
+        self.folder = Path(self.leftovers.folder)  # of notes and logs
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(drivers, "host_job", functools.partial(_Job, self))
         patch.setattr(drivers, "HEARTBEAT_SECONDS", 1.0)
@@ -210,10 +205,8 @@ class ElasticJob:
         process = self.driver._processes.get(worker)
         return process is not None and process.code is None
 
-    def send(self, worker: int, number: int = signal.SIGKILL) -> float:
-        """Send a worker a signal. Returns when."""
+    def send(self, worker: int, number: int = signal.SIGKILL) -> None:
         os.kill(self.pids[worker], number)
-        return time.monotonic()
 
     def tick(self) -> None:
         self.driver.tick(self.received)
