@@ -198,7 +198,7 @@ def _go_on_without_zero_grad(
         here.optimizer.zero_grad()
         with pytest.raises(LookupError, match="in the script's own hook"):
             here.backward(rank + 1.0)
-        time.sleep(0.05 * rank)  # what had left is reduced, or is not, when this rank goes on
+        time.sleep(0.02 * rank)  # what had left is reduced, or is not, when this rank goes on
         ways_on = [here.backward_locally, here.optimizer.step, here.optimizer.synchronize, here.backward]
         for go_on in ways_on if lives_in_wires else []:
             with pytest.raises(GradientError) as caught:
