@@ -5,13 +5,11 @@
     make horovod-conformance HOROVOD_SRC=path ARGS="-k allreduce_grad"    the ids that contain this
 
 Each test runs in processes of its own, one per rank, under the aliases of torchring/horovod/aliases.py, with a
-time-out: a test that hangs does not take the others with it. mpirun starts the ranks of the file that needs MPI. A test
-has passed if no rank has failed, or left something behind. Horovod's tests skip what needs a GPU. Exit code 1 if a test
-failed or hung.
+time-out. It has passed if no rank has failed, or left something behind. Exit code 1 if a test failed or hung. Modules
+that the tests import are taken from the checkout, but for horovod.torch and those that go with it.
 
 torch.optim.Muon is hidden from tests that try all optimizers: Muon refuses parameters with one dimension, whichever
-library reduces them (--show-muon). Modules that the tests import are taken from the checkout, but for horovod.torch and
-those that go with it.
+library reduces them.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import sys
 import time
 import unittest.mock
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +70,7 @@ class Outcome:
 
     kind: str
     reason: str = ""
-    output: str = ""
+    output: str = ""  # of ranks that have failed
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,7 +80,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--file", action="append", choices=[Path(file.path).stem for file in FILES], metavar="NAME")
     parser.add_argument("-k", dest="part", default="", metavar="TEXT", help="tests whose ids contain this")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each test")
-    parser.add_argument("--show-muon", action="store_true", help="do not hide torch.optim.Muon")
     parser.add_argument("-v", "--verbose", action="store_true", help="what ranks of failed tests have printed")
     options = parser.parse_args(arguments)
     checkout = options.checkout.resolve()
@@ -97,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
             if options.part not in f"{file.path}::{test}":
                 continue
             started = time.monotonic()
-            outcome = run_test(checkout, file, test, options.timeout, options.show_muon)
+            outcome = run_test(checkout, file, test, options.timeout)
             count[outcome.kind] += 1
             print(f"{outcome.kind:8} {time.monotonic() - started:5.1f} s  {file.path}::{test}", flush=True)
             if outcome.kind in (FAILED, HUNG):
@@ -105,7 +102,9 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"         {outcome.reason[:_LONGEST]}", flush=True)
                 if options.verbose:
                     print(outcome.output, flush=True)
-    print(f"\n{table(counts)}\n{time.monotonic() - began:.0f} s")
+    print(f"\n{time.monotonic() - began:.0f} s")
+    for path, count in counts.items():
+        print(f"{path}: {', '.join(f'{number} {kind}' for kind, number in sorted(count.items()))}")
     for name, outcome in bad:
         print(f"{outcome.kind:8} {name}")
     return int(bool(bad))
@@ -123,20 +122,9 @@ def find_tests(file: Path) -> list[str]:
     return found
 
 
-def table(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """A line for each file, and one for all."""
-    kinds = (PASSED, FAILED, HUNG, SKIPPED)
-    total = {kind: sum(count.get(kind, 0) for count in counts.values()) for kind in kinds}
-    width = max(len(name) for name in [*counts, "all"])
-    lines = [" ".join([" " * width, *(f"{kind:>8}" for kind in kinds)])]
-    for name, count in [*counts.items(), ("all", total)]:
-        lines.append(" ".join([f"{name:{width}}", *(f"{count.get(kind, 0):8}" for kind in kinds)]))
-    return "\n".join(lines)
-
-
-def run_test(checkout: Path, file: File, test: str, seconds: float, shows_muon: bool) -> Outcome:
+def run_test(checkout: Path, file: File, test: str, seconds: float) -> Outcome:
     """Run one test on all ranks, and leave nothing of it."""
-    arguments = f"{checkout / 'test' / file.path}::{test}", checkout, shows_muon
+    arguments = f"{checkout / 'test' / file.path}::{test}", checkout
     try:
         if not file.over_mpi:
             env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if file.size > 1 else {}
@@ -155,11 +143,11 @@ def run_test(checkout: Path, file: File, test: str, seconds: float, shows_muon: 
     return Outcome(SKIPPED if all(kind == SKIPPED for kind in kinds) else PASSED)
 
 
-def _run_on_mpi(arguments: tuple[str, Path, bool], rank: int, _: object, communicator: Any) -> str:
+def _run_on_mpi(arguments: tuple[str, Path], rank: int, _: object, communicator: Any) -> str:
     return _run_one(rank, communicator.size, *arguments)
 
 
-def _run_one(rank: int, size: int, name: str, checkout: Path, shows_muon: bool) -> str:
+def _run_one(rank: int, size: int, name: str, checkout: Path) -> str:
     """Run one test as one rank. Returns PASSED or SKIPPED; raises AssertionError if the test has failed."""
     if size > 1 and "OMPI_COMM_WORLD_RANK" not in os.environ:
         environ = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1}
@@ -173,7 +161,7 @@ def _run_one(rank: int, size: int, name: str, checkout: Path, shows_muon: bool) 
     torchring.horovod.aliases.install()
     if importlib.util.find_spec("mock") is None:  # Horovod's tests import the package of that name
         sys.modules["mock"] = unittest.mock
-    if not shows_muon and hasattr(torch.optim, "Muon"):
+    if hasattr(torch.optim, "Muon"):
         torch.optim.Muon.__module__ = "hidden"
 
     class Watch:
