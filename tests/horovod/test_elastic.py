@@ -71,33 +71,25 @@ def test_all_ranks_go_on_from_rank_0s_state_and_from_their_last_commit(rank: int
 
 
 def test_values_of_types_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Counter:
-        value = 0
-
-    class Handler(states.StateHandler[Counter]):
-        saved = 0
-
+    class Handler(states.StateHandler[set[int]]):
         def save(self) -> None:
-            self.saved = self.value.value
+            self.saved = {*self.value}
 
         def restore(self) -> None:
-            self.value.value = self.saved
+            self.value &= self.saved
 
         def sync(self) -> None:
-            self.value.value = 10
+            self.value.add(10)
 
     before = states.get_handler_registry()
-    states.set_handler_registry([(Counter, Handler), *before])
-    try:
-        state = elastic.TorchState(counter=Counter())
-    finally:
-        states.set_handler_registry(before)
+    monkeypatch.setattr(states, "_registry", before)
+    states.set_handler_registry([(set, Handler), *before])
+    state = elastic.TorchState(seen=set())
     monkeypatch.setattr(hvd, "broadcast_object", lambda obj, name: obj)
     state.sync()
-    assert state.counter.value == 10
-    state.counter.value = 11
+    state.seen.add(11)
     state.restore()
-    assert state.counter.value == 10
+    assert state.seen == {10}
 
 
 @ranks(2)

@@ -1,4 +1,4 @@
-"""Learning rates against literal formulas; momentum correction against equation 10 of Goyal et al."""
+"""Learning rates against literal formulas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, lr_scheduler
 
 from tests.support.training import Side, assert_as_one_process, attempt, momentum, small_model, train, values
-from torchring.recipes import LARS, scale_lr, warm_up
+from torchring.recipes import scale_lr, warm_up
 
 
 def test_scale_lr() -> None:
@@ -124,25 +124,6 @@ def test_warm_up_refuses_nonsense() -> None:
         (lambda: warm_up(optimizer, 5).load_state_dict(state), "ValueError: .*in one of the runs only"),
     ):
         assert re.match(said, attempt(act))
-
-
-def _follow(optimizer: Any, parameters: list[nn.Parameter], rates: list[float]) -> list[Tensor]:
-    for step, rate in enumerate(rates):
-        optimizer.param_groups[0]["lr"] = rate
-        for i, p in enumerate(parameters):
-            p.grad = torch.full_like(p, 1.0 + step + i) if step != 2 or i else None  # one has none in step 2
-        optimizer.step()
-    return [p.detach().clone() for p in parameters]
-
-
-def test_lars_keeps_the_learning_rate_out_of_its_buffers() -> None:
-    """As SGD does, whose steps LARS makes with all parameters excluded. So momentum needs no correction."""
-    rates = [0.1, 0.2, 0.2, 0.4, 0.05, 0.05]
-    results = []
-    for make in (lambda p: SGD(p, 0.1, momentum=0.9), lambda p: LARS(p, 0.1, exclude=True)):
-        parameters = [nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2)]
-        results.append(_follow(make(parameters), parameters, rates))
-    torch.testing.assert_close(*results)
 
 
 def _warmed_up(side: Side, shard: bool) -> list[Tensor]:
