@@ -62,10 +62,8 @@ def test_a_missing_value_is_a_time_out_that_names_its_owner() -> None:
     rendezvous = Rendezvous(dist.HashStore(), 0, 3, 0.3)
     with pytest.raises(PeerTimeoutError, match="rank 2") as caught:
         rendezvous.fetch("key", 2)
-    assert caught.value.peers == (2,)
-    assert caught.value.rank == 0
-    assert caught.value.seconds is not None
-    assert 0.3 <= caught.value.seconds < patient(3.0)
+    assert (caught.value.peers, caught.value.rank) == ((2,), 0)
+    assert 0.3 <= (caught.value.seconds or 0.0) < patient(3.0)
 
 
 def test_who_has_left_after_it_had_published_is_heard() -> None:
@@ -113,9 +111,7 @@ def test_a_store_that_does_not_answer_is_a_time_out_that_names_its_host() -> Non
     rendezvous = Rendezvous(store, 1, 3, 0.2)
     rendezvous.store_host = 2
     for _ in range(3):
-        with pytest.raises(
-            PeerTimeoutError, match=r"store, which rank 2 hosts, did not answer within 0\.2 s"
-        ) as caught:
+        with pytest.raises(PeerTimeoutError, match=r"which rank 2 hosts, did not answer within 0\.2 s") as caught:
             rendezvous.is_published("key")
         assert caught.value.peers == (2,)
     assert store.num_asked == 1  # nothing piles up behind the first
@@ -126,10 +122,8 @@ def test_a_store_that_does_not_answer_is_a_time_out_that_names_its_host() -> Non
 
 def test_who_is_in_a_hurry_waits_less_for_the_same_store() -> None:
     store: Any = _SilentStore()
-    unhurried = Rendezvous(store, 0, 2, 20.0)
     with pytest.raises(PeerTimeoutError, match=r"the launcher hosts, did not answer within 0\.1 s"):
-        unhurried.with_timeout(0.1).is_published("key")
-    assert unhurried.timeout_seconds == 20.0
+        Rendezvous(store, 0, 2, 20.0).with_timeout(0.1).is_published("key")
     assert Rendezvous(store, 0, 2, 1.0).with_timeout(5.0).timeout_seconds == 1.0
     store.plugged_in.set()
 

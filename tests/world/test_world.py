@@ -458,9 +458,8 @@ def test_a_rank_that_never_shows_up_is_named(rank: int, absent: int, tmp_path: P
     if rank == absent:
         return
     (tmp_path / str(rank)).touch()
-    wait_until(
-        lambda: len(list(tmp_path.iterdir())) == 2, "the other one"
-    )  # starting may take longer than the time-out
+    # Starting may take longer than the time-out.
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, "the other one")
     started = time.monotonic()
     with pytest.raises(PeerTimeoutError, match=f"rank {absent}") as caught:
         torchring.init(timeout_seconds=1.0)
