@@ -74,13 +74,6 @@ def check_gradients(model: torch.nn.Module, expected: Sequence[Tensor | None], w
             assert_bitwise(parameter.grad, value, f"{what} {name}")
 
 
-def mean_of(
-    loss: Callable[[Tensor], Tensor], model: torch.nn.Module, world_size: int, steps: Sequence[int]
-) -> list[Tensor]:
-    inputs = [batch(rank, step) for rank in range(world_size) for step in steps]
-    return [total / world_size for total in gradients(loss, model, inputs)]
-
-
 def mean_over_ranks(losses: Sequence[Callable[[Tensor], Tensor]], model: nn.Module, step: int = 0) -> list[Tensor]:
     """Of one loss for each rank."""
     per_rank = [gradients(loss, model, [batch(rank, step)]) for rank, loss in enumerate(losses)]
@@ -287,7 +280,7 @@ def test_create_graph_is_refused_where_it_averages(rank: int, world_size: int) -
     norm = sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None)
     assert all(part.any() for part in torch.autograd.grad(norm, list(model.parameters())))
     optimizer.synchronize()
-    check_gradients(model, mean_of(squared, model, world_size, [0]))
+    check_gradients(model, mean_over_ranks([squared] * world_size, model, 0))
     assert not CAN_SWAP or not any(p.grad is not None and p.grad.requires_grad for p in model.parameters())
 
 
@@ -367,7 +360,7 @@ def test_a_backward_aborted_on_all_ranks_is_forgotten(
                 optimizer.step()
             continue
         model(batch(rank, step)).backward()
-        check_gradients(model, mean_of(model, model, world_size, [step]), f"step {step}")
+        check_gradients(model, mean_over_ranks([model] * world_size, model, step), f"step {step}")
     assert_same_everywhere(p.grad for p in model.parameters())
 
 
@@ -531,7 +524,7 @@ def test_a_rank_that_is_ahead_reduces_while_it_waits_to_hear_what_others_have_re
             loss.register_hook(lambda _: wait_for_peer("packed", lambda reducer: len(reducer.layout.buckets)))
             x.register_hook(lambda _: wait_for_peer("done", lambda reducer: reducer.reduction.num_launched))
         loss.backward()
-    check_gradients(model.b, mean_of(model.loss_of("b"), model.b, world_size, [1]))
+    check_gradients(model.b, mean_over_ranks([model.loss_of("b")] * world_size, model.b, 1))
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
@@ -601,7 +594,7 @@ def test_an_optimizer_that_leaves_its_neighbour(rank: int, world_size: int) -> N
     model.a.zero_grad()
     model.loss_of("ab")(batch(rank)).backward()
     check_gradients(model.a, gradients(model.loss_of("a"), model.a, [batch(rank)]), "local")
-    check_gradients(model.b, mean_of(model.loss_of("b"), model.b, world_size, [0]), "reduced")
+    check_gradients(model.b, mean_over_ranks([model.loss_of("b")] * world_size, model.b, 0), "reduced")
 
 
 # What goes wrong between ranks
@@ -629,7 +622,7 @@ def test_a_failure_before_anything_has_left_is_this_ranks_own(overlap: str, rank
                 optimizer.step()
             optimizer.zero_grad()
         loss(batch(rank, step)).backward()
-        check_gradients(model[1], mean_of(loss, model[1], world_size, [step]))
+        check_gradients(model[1], mean_over_ranks([loss] * world_size, model[1], step))
         optimizer.step()
     assert optimizer.stats().num_reductions == 3
 
@@ -678,7 +671,7 @@ def test_an_optimizer_that_is_dropped_leaves_its_group_and_is_of_no_use_where_it
     del dropped
     optimizer = wrapped(second)
     second(batch(rank)).backward()
-    check_gradients(second, mean_of(second, second, world_size, [0]))
+    check_gradients(second, mean_over_ranks([second] * world_size, second, 0))
     optimizer.step()
     assert len(list(default_world().shared(OptimizerGroup).reducers)) == 1
     if kept is not None:
