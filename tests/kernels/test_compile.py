@@ -267,7 +267,7 @@ def tensor_offset_types(compiled: Any) -> set[str]:
 
 
 @lazy.lazy_jit()
-def _narrow_kernel(out, numel: "tl.int64", BLOCK: "tl.constexpr"):  # type: ignore[no-untyped-def]  # noqa: F821
+def _narrow_kernel(out, numel, BLOCK: "tl.constexpr"):  # type: ignore[no-untyped-def]  # noqa: F821
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # noqa: F821
     tl.store(out + lane, 1.0, mask=lane < numel)  # noqa: F821
 
