@@ -6,7 +6,7 @@ For what changes them, and what optimizers must have in common, see optimizer/te
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final
@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import torchring
 from tests.support.checks import assert_same_everywhere, digest, logged
@@ -112,44 +111,48 @@ class Watched:
     latest: int = 1  # so many steps later, it is found
 
 
-def _watched(change: Callable[[Any, Any], object], name: str = "2.bias", latest: int = 1) -> Callable[..., Watched]:
-    """An ordinary training, of which also the first layer is frozen."""
-
-    def make(rank: int, options: dict[str, Any]) -> Watched:
-        model = small_model()
-        model[0].requires_grad_(name != "0.weight")
-        optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB, **options)
-        return Watched(
-            model,
-            lambda step: train(Side((rank,), True), model, optimizer, [step]),
-            lambda: change(model, optimizer),
-            name,
-            latest,
-        )
-
-    return make
-
-
 @torch.no_grad()
 def _add(parameter: torch.Tensor, value: float = 1e-6) -> None:
     parameter.view(-1)[1] += value
 
 
-def _in_the_middle(rank: int, options: dict[str, Any]) -> Watched:
-    """Between backward and step, where the alarm can travel with the next backward only."""
-    model = small_model()
-    optimizer = torchring.wrap(momentum(model), model, **options)
-    changes: list[None] = []
+def _watched(
+    change: Callable[[Any, Any], object] = lambda model, it: _add(model[2].bias),
+    name: str = "2.bias",
+    latest: int = 1,
+    *,
+    is_between: bool = False,
+    clips: bool = False,
+) -> Callable[..., Watched]:
+    """An ordinary training. is_between: the change comes between backward and step, where the alarm can travel with the
+    next backward only. clips: all ranks change everything in every step, too.
+    """
 
-    def before_step(step: int) -> None:
-        if changes:
-            _add(model[2].bias)
-            changes.clear()
+    def make(rank: int, options: dict[str, Any]) -> Watched:
+        model = small_model()
+        model[0].requires_grad_(name != "0.weight")
+        optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB, **options)
+        changes: list[None] = []
 
-    def train_step(step: int) -> None:
-        train(Side((rank,), True), model, optimizer, [step], before_step=before_step)
+        def before_step(step: int) -> None:
+            while changes:
+                change(model, optimizer)
+                changes.pop()
 
-    return Watched(model, train_step, lambda: changes.append(None))
+        def train_step(step: int) -> None:
+            train(Side((rank,), True), model, optimizer, [step], before_step=before_step)
+            with torch.no_grad():
+                for parameter in model.parameters() if clips else ():
+                    parameter.mul_(0.99)
+
+        def change_now() -> None:
+            changes.append(None)
+            if not is_between:
+                before_step(0)
+
+        return Watched(model, train_step, change_now, name, latest)
+
+    return make
 
 
 def _with_a_closure(rank: int, options: dict[str, Any]) -> Watched:
@@ -174,12 +177,13 @@ def _all_sparse(rank: int, options: dict[str, Any]) -> Watched:
     table = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = torchring.wrap(torch.optim.SGD(table.parameters(), lr=0.5), table, **options)
 
-    def train_step(step: int) -> None:
-        optimizer.zero_grad()
-        table(torch.tensor([0, 1])).sum().backward()
-        optimizer.step()
+    def loss(rank: int, step: int) -> torch.Tensor:
+        return table(torch.tensor([0, 1])).sum()
 
-    return Watched(table, train_step, lambda: _add(table.weight), "weight")
+    side = Side((rank,), True)
+    return Watched(
+        table, lambda step: train(side, table, optimizer, [step], loss), lambda: _add(table.weight), "weight"
+    )
 
 
 def _beside_another_optimizer(rank: int, options: dict[str, Any]) -> Watched:
@@ -187,36 +191,19 @@ def _beside_another_optimizer(rank: int, options: dict[str, Any]) -> Watched:
     models = [small_model(), small_model()]
     first, second = (torchring.wrap(momentum(model), model, **options) for model in models)
 
+    def loss(rank: int, step: int) -> torch.Tensor:
+        return loss_on(models[0], rank, step) + loss_on(models[1], rank, step)
+
     def train_step(step: int) -> None:
         first.zero_grad()
-        second.zero_grad()
-        sum(loss_on(model, rank, step) for model in models).backward()  # type: ignore[union-attr]
-        first.step()
-        second.step()
+        train(Side((rank,), True), models[1], second, [step], loss, lambda step: first.step())
 
     return Watched(models[1], train_step, lambda: _add(models[1][2].bias))
 
 
-def _among_the_same(rank: int, options: dict[str, Any]) -> Watched:
-    """All ranks change everything in every step, too."""
-    model = small_model()
-    optimizer = torchring.wrap(momentum(model), model, **options)
-
-    @torch.no_grad()
-    def clip(step: int) -> None:
-        for parameter in model.parameters():
-            parameter.mul_(0.99)
-
-    def train_step(step: int) -> None:
-        train(Side((rank,), True), model, optimizer, [step])
-        clip(step)
-
-    return Watched(model, train_step, lambda: _add(model[2].bias), latest=_RHYTHM)
-
-
 _RHYTHM: Final = 12
 CHANGES: Final[dict[str, Callable[[int, dict[str, Any]], Watched]]] = {
-    "in place": _watched(lambda model, it: _add(model[2].bias), latest=0),
+    "in place": _watched(latest=0),
     "load_state_dict": _watched(
         lambda model, it: model.load_state_dict({**model.state_dict(), "2.bias": torch.ones(3)}), latest=0
     ),
@@ -227,11 +214,11 @@ CHANGES: Final[dict[str, Callable[[int, dict[str, Any]], Watched]]] = {
     "a learning rate": _watched(lambda model, it: it.param_groups[0].update(lr=0.15), "", _RHYTHM),
     "optimizer state": _watched(lambda model, it: it.state[model[2].bias]["momentum_buffer"].add_(1e-3), "", _RHYTHM),
     "frozen": _watched(lambda model, it: _add(model[0].weight), "0.weight", _RHYTHM),
-    "between backward and step": _in_the_middle,
+    "between backward and step": _watched(is_between=True),
     "with a closure": _with_a_closure,
     "all sparse": _all_sparse,
     "beside another optimizer": _beside_another_optimizer,
-    "among the same changes": _among_the_same,
+    "among the same changes": _watched(latest=_RHYTHM, clips=True),
 }
 
 
@@ -268,19 +255,13 @@ def test_a_change_on_one_rank_is_found_by_all_in_the_same_step(
         torchring.shutdown()
 
 
-def _train_on(model: nn.Module, optimizer: Any, rank: int, steps: range) -> Iterator[int]:
-    """An ordinary training."""
-    for step in steps:
-        train(Side((rank,), True), model, optimizer, [step])
-        yield step
-
-
 @ranks(2)
 def test_the_same_change_on_all_ranks_is_no_error(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "STEPS_BETWEEN_CHECKS", 3)
     model = small_model()
     optimizer = torchring.wrap(momentum(model), model)
-    for step in _train_on(model, optimizer, rank, range(12)):
+    for step in range(12):
+        train(Side((rank,), True), model, optimizer, [step])
         with torch.no_grad():  # weight clipping, in every step
             for parameter in model.parameters():
                 parameter.clamp_(-0.5, 0.5)
@@ -334,7 +315,8 @@ def test_machines_of_two_kinds_may_differ_by_rounding(rank: int) -> None:
     ):
         model = small_model(torch.float32)
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), model)
-        for _ in _train_on(model, optimizer, rank, range(8)):
+        for step in range(8):
+            train(Side((rank,), True), model, optimizer, [step])
             if rank == 1:
                 for parameter in model.parameters():
                     parameter.data.mul_(1 + 2**-22)
