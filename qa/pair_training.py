@@ -12,7 +12,7 @@ import copy
 import io
 import os
 import unittest.mock
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -27,6 +27,7 @@ import torchring.horovod as hvd
 from qa.pairs import PAIRS, REFUSED, Training, Ways, describe
 from tests.support.checks import digest
 from tests.support.harness import run_ranks
+from tests.support.scripts import Sam, ascent
 from torchring.memory import host as host_module
 
 NUM_RANKS: Final = 3
@@ -225,44 +226,6 @@ def _change(net: Net, training: Training, step: int) -> None:
         net.top = nn.Linear(4, 2).double()
 
 
-class _Sam(torch.optim.Optimizer):
-    """SAM as its authors use it: each rank moves by its own gradient, and puts parameters back before it steps.
-
-    A rank that skips makes no ascent. The state is that of the optimizer that makes the step.
-    """
-
-    def __init__(self, base: torch.optim.Optimizer) -> None:
-        super().__init__(base.param_groups, base.defaults)
-        self.base_optimizer = base
-        self._old: list[tuple[Tensor, Tensor]] = []
-        self._share()
-
-    def _share(self) -> None:
-        self.param_groups, self.state = self.base_optimizer.param_groups, self.base_optimizer.state
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.base_optimizer.load_state_dict(state_dict)
-        self._share()
-
-    def first_step(self) -> None:
-        self._old = [(p, p.data.clone()) for group in self.param_groups for p in group["params"]]
-        for p, move in _ascent({p: p.grad for p, _ in self._old if p.grad is not None}):
-            p.data.add_(move)
-
-    def second_step(self) -> None:
-        for p, old in self._old:
-            p.data = old
-        self._old = []
-        self.base_optimizer.step()
-
-
-def _ascent(grads: Mapping[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """How far SAM moves each parameter."""
-    dense = {p: grad.to_dense() for p, grad in grads.items()}
-    norm = torch.stack([torch.zeros(()).double(), *(grad.norm().double() for grad in dense.values())]).norm()
-    return [(p, (0.05 * grad / (norm + 1e-12)).to(p.dtype)) for p, grad in dense.items()]
-
-
 # On ranks
 
 
@@ -297,7 +260,7 @@ class _Script:
     def _wrapped(self, optimizers: list[torch.optim.Optimizer]) -> list[Any]:
         training, net = self.training, self.net
         if training["step"] == "sam":
-            optimizers = [_Sam(each) for each in optimizers]
+            optimizers = [Sam(each) for each in optimizers]
         if training["api"] != "torchring":
             places = {"process_set": hvd.add_process_set([0, 1])} if training["api"] == "process set" else {}
             if self.rank == 2 and places:
@@ -586,7 +549,7 @@ def _add_gradients(
             (output,) = net.forward_all([(x, words)], [buffers[r]], [True])
             grads = _gradients(net, training, functional.mse_loss(output, y))
             parts = [[p for group in each.param_groups for p in group["params"]] for each in optimizers]
-            moves[r] = [move for part in parts for move in _ascent({p: grads[p] for p in part if p in grads})]
+            moves[r] = [move for part in parts for move in ascent({p: grads[p] for p in part if p in grads})]
     for m, micro in enumerate(step.micros):
         runs = [r for r in step.present if training["skip"] == "with forward" or r not in micro.skips]
         batches = {r: _batch(r, s, m, micro) for r in runs}

@@ -97,7 +97,7 @@ REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
     ("data=join + shard=yes", ("ValueError", "torchring.join() does not work with shard=True")),
     ("data=join + forwards=update_bn", _NOT_IN_JOIN),
     ("shard=yes + step=closure", ("ValueError", "step(closure) does not work with shard=True")),
-    ("shard=yes + step=sam", ("ValueError", "shard=True does not work with _Sam")),
+    ("shard=yes + step=sam", ("ValueError", "shard=True does not work with Sam")),
     ("step=closure + nonfinite=skip", ("ValueError", "step(closure) does not work with on_nonfinite='skip'")),
     ("step=sam + nonfinite=skip", ("GradientError", "on_nonfinite='skip' cannot leave out a step of the wrapped")),
     ("shard=yes + layers=sparse", ("ValueError", "shard=True does not take sparse gradients")),

@@ -31,6 +31,7 @@ from tests.support.scripts import (
     USAGE,
     Branches,
     Raises,
+    Sam,
     accumulating,
     amp,
     branches,
@@ -219,52 +220,23 @@ def _cached(side: Side, num_parts: int) -> list[Tensor]:
     return values(model)
 
 
-class _SAM(torch.optim.Optimizer):
-    """As its authors write it: `step()` is left to the optimizer that it holds."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1, "rho": 0.05})
-        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
-        self.param_groups = self.base_optimizer.param_groups
-
-    def parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    @torch.no_grad()
-    def first_step(self) -> None:
-        scale = 0.05 / torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
-        for p in self.parameters():
-            self.state[p]["old"] = p.clone()
-            p.add_(p.grad * scale)
-        self.zero_grad()
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for p in self.parameters():
-            p.copy_(self.state[p]["old"])
-
-    @torch.no_grad()
-    def second_step(self) -> None:
-        self.put_back()
-        self.base_optimizer.step()
-        self.zero_grad()
-
-
 def _sam(side: Side, how: str) -> list[Any]:
     """Gradients for the ascent are those of all ranks, or with "own" each rank's. "nan": one of rank 1's, late.
 
     Parameters that each rank has moved its own way are no replicas until they are put back.
     """
     model = nn.Sequential(small_model(), nn.BatchNorm1d(2, affine=False).double())
-    optimizer = side.wrap(_SAM(model.parameters()), model)
+    optimizer = side.wrap(Sam(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)), model)
     ascents = [(rank,) for rank in side.mine] if how == "own" else [side.mine]
     problem = ""
     for step in range(3):
         gradients: list[list[Tensor]] = []
+        optimizer.zero_grad()
         for members in ascents:  # one, on a rank
             with optimizer.no_sync() if how == "own" and side.is_wrapped else nullcontext():
                 torch.stack([loss_on(model, rank, 2 * step) for rank in members]).mean().backward()
             optimizer.first_step()
+            optimizer.zero_grad()
             losses = [loss_on(model, rank, 2 * step + 1) for rank in members]
             if how == "nan" and step == 2 and 1 in side.mine:
                 losses.append(torch.tensor(torch.nan) * losses[0])

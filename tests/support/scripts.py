@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -453,6 +453,47 @@ def optimized(side: Side, options: dict[str, Any]) -> Sequence[Any]:
 
 
 # What users of a GPU rely on: script, arguments, tolerance. On the fake device and on GPUs.
+class Sam(torch.optim.Optimizer):
+    """SAM as its authors use it: moves by the gradients there are, and puts parameters back before `base` steps.
+
+    The state is that of the optimizer that makes the step.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base_optimizer = base
+        self._old: list[tuple[Tensor, Tensor]] = []
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.base_optimizer.param_groups, self.base_optimizer.state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.base_optimizer.load_state_dict(state_dict)
+        self._share()
+
+    def first_step(self) -> None:
+        self._old = [(p, p.data.clone()) for group in self.param_groups for p in group["params"]]
+        for p, move in ascent({p: p.grad for p, _ in self._old if p.grad is not None}):
+            p.data.add_(move)
+
+    def put_back(self) -> None:
+        for p, old in self._old:
+            p.data = old
+        self._old = []
+
+    def second_step(self) -> None:
+        self.put_back()
+        self.base_optimizer.step()
+
+
+def ascent(grads: Mapping[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """How far SAM moves each parameter."""
+    dense = {p: grad.to_dense() for p, grad in grads.items()}
+    norm = torch.stack([torch.zeros(()).double(), *(grad.norm().double() for grad in dense.values())]).norm()
+    return [(p, (0.05 * grad / (norm + 1e-12)).to(p.dtype)) for p, grad in dense.items()]
+
+
 ON_DEVICES: dict[str, tuple[Callable[..., Sequence[Any]], tuple[Any, ...], float]] = {
     "unused on some ranks": (branches, ("unused on some ranks", True, {}), 1e-9),
     "unused on some ranks, fp16": (branches, ("alternating", True, {"compression": "fp16"}), 2e-2),
