@@ -59,7 +59,10 @@ TESTS = {
         "gradients/test_bucket gradients/test_hooks optimizer/test_mistakes gradients/test_weights",
         "",
     ),
-    "torchring/gradients/launcher.py": ("gradients/test_launcher gradients/test_hooks gradients/test_aborted", ""),
+    "torchring/gradients/launcher.py": (
+        "gradients/test_launcher gradients/test_bucket gradients/test_hooks gradients/test_aborted",
+        "",
+    ),
     "torchring/participants/replicas.py": (
         "participants/test_replicas optimizer/test_mistakes optimizer/test_semantics",
         "not test_semantics or PyTorch",
@@ -95,7 +98,7 @@ TESTS = {
     "torchring/joining.py": ("test_joining", ""),
     "torchring/collectives/shared_memory.py": ("collectives/test_collectives", ""),
     "torchring/collectives/operations.py": ("collectives/test_collectives test_initial_state", ""),
-    "torchring/collectives/signature.py": ("collectives/test_collectives", ""),
+    "torchring/collectives/signature.py": ("gradients/test_plan collectives/test_collectives", ""),
     "torchring/participants/digests.py": ("participants/test_digests participants/test_replicas", ""),
     "torchring/allreduce/direct.py": (
         "allreduce/test_allreduce allreduce/test_faults",

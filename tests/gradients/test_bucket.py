@@ -450,10 +450,8 @@ def test_adding_to_a_sum_is_refused(numel: int, how: str, compression: str | Non
     assert "zero_grad()" in str(caught.value)
     rank.zero_grad()
     rank.ledger.mark_written()
-    rank.parameters[0].grad = torch.ones(numel)
-    rank.ledger.mark_local(0)
-    rank.ledger.mark_local(0)  # what is local may grow
-    assert problem(rank) == ("p0", LOCAL.value)
+    for _ in range(2):  # what is local may grow
+        rank.ledger.mark_local(0)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
