@@ -101,17 +101,14 @@ def test_hosts_are_filled_in_order_and_this_host_has_many_names() -> None:
     assert names == [Host("far", 1), Host("localhost", 5)]
 
 
-def test_what_starts_them() -> None:
-    here, far = Host("localhost", 2), Host("192.0.2.1", 2)
-    assert [run_module._choose(hosts, "auto") for hosts in ([here], [here, far])] == ["local", "ssh"]
-    assert run_module._choose([here, far], "srun") == "srun"
+def test_launchers_that_do_not_fit() -> None:
     for launcher, refused in (
         ("kubectl", "'kubectl' is for --elastic"),
         ("local", "launcher 'local' starts nothing on 192.0.2.1"),
         ("mpirun", "must be one of auto, local, ssh, srun, kubectl, got 'mpirun'"),
     ):
         with pytest.raises(LaunchError, match=refused):
-            start(["x.py"], hosts=[here, far], launcher=launcher)
+            start(["x.py"], hosts=[Host("localhost", 2), Host("192.0.2.1", 2)], launcher=launcher)
 
 
 # ---- the reaper
@@ -351,8 +348,12 @@ def test_a_host_that_ssh_does_not_know(cluster: Launcher) -> None:
 def test_nothing_outlives_the_launcher(
     hosts: list[str], victim: str, number: signal.Signals, code: int, cluster: Launcher
 ) -> None:
-    """The signal goes to one process alone, as from a scheduler; a terminal would send Ctrl-C to the ranks as well."""
-    process = cluster.start("run", *hosts, cluster.script(RANK), "wait")
+    """The signal goes to one process alone, as from a scheduler; a terminal would send Ctrl-C to the ranks as well.
+
+    Where its stdout is closed, ranks print into nothing.
+    """
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh"]
+    process = cluster.start("run", *hosts, cluster.script(RANK), "wait", before=closed)
     try:
         wait_until(lambda: len(cluster.pids()) == 2 or process.poll() is not None, "the ranks")
         pids = cluster.pids()
