@@ -80,6 +80,7 @@ def test_the_recorder_keeps_the_parts_of_the_last_thousand_steps(monkeypatch: py
     assert (recorder.num_steps, recorder.num_bytes, recorder.num_samples_before) == (1003, 64 * 1003, 8 * 1003)
     # Very many micro-steps, or a script that makes no step, do not fill the memory.
     for i in range(100_000):
+        clock.now += 10
         recorder.phase(FORWARD, 0)
         recorder.phase(BACKWARD, 0)
         if i < 20_000:
