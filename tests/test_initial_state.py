@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import torchring
 from tests.support.checks import assert_bitwise, assert_same_everywhere, digest
@@ -99,37 +98,22 @@ def test_state_is_sent_where_it_differs_and_what_cannot_be_sent_is_named_on_all_
     assert optimizer.param_groups[1]["schedule"] == {"a": (0, [0.5])}
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @ranks(2)
-def test_a_distributed_checkpoint_is_taken_and_loaded_before_the_first_step(rank: int, name: str) -> None:
-    def build() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 3)
-        kinds = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
-        return model, torchring.wrap(kinds[name](model.parameters(), lr=0.25, weight_decay=0.1), model)
-
-    def train(model: torch.nn.Linear, optimizer: torch.optim.Optimizer, step: int) -> None:
-        optimizer.zero_grad()
+def test_a_distributed_checkpoint_of_an_optimizer_without_state_changes_nothing(rank: int) -> None:
+    """PyTorch takes a step for it, before the first step and after. optimizer/test_checkpoints.py loads one."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.25, weight_decay=0.1), model)
+    for step in range(2):
+        before = digest(model.parameters())
+        get_state_dict(model, optimizer)
+        assert digest(model.parameters()) == before
+        assert optimizer.param_groups[0]["lr"] == 0.25
         model(torch.full((2, 4), rank + step + 1.0)).square().mean().backward()
         optimizer.step()
-
-    model, optimizer = build()
-    start = digest(model.parameters())
-    get_state_dict(model, optimizer)  # nothing was reduced yet
-    assert digest(model.parameters()) == start
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    train(model, optimizer, 0)
-    optimizer.zero_grad()
-    # SGD has no state, so a step is taken for it here, too.
-    saved, saved_optimizer = copy.deepcopy(get_state_dict(model, optimizer))
-    train(model, optimizer, 1)
-
-    resumed, its_optimizer = build()
-    set_state_dict(resumed, its_optimizer, model_state_dict=saved, optim_state_dict=saved_optimizer)
-    train(resumed, its_optimizer, 1)
-    assert its_optimizer.param_groups[0]["lr"] == 0.25
-    assert digest(resumed.parameters()) == digest(model.parameters()) != start
-    assert_same_everywhere(resumed.parameters())
+        optimizer.zero_grad()
+        assert digest(model.parameters()) != before
+    assert_same_everywhere(model.parameters())
 
 
 @ranks(2, run_ranks)
