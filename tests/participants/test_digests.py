@@ -21,20 +21,18 @@ on_host_and_device = pytest.mark.parametrize("digest_of", [digests._digest, dige
 
 
 @on_host_and_device
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_any_flipped_bit_changes_the_digest(dtype: torch.dtype, digest_of: Digest) -> None:
     unnoticed = []
     for numel in (1, 2, 3, 4, 5, 9):
         value = torch.linspace(-1.0, 2.0, numel, dtype=torch.float64).to(dtype)
         before = digest_of(value)
         assert digest_of(value.clone()) == before
-        integers = value.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
-        for element in range(numel):
-            for bit in range(8 * dtype.itemsize):
-                changed = integers.clone()
-                changed[element] ^= torch.ones((), dtype=integers.dtype) << bit
-                if digest_of(changed.view(dtype)) == before:
-                    unnoticed.append((numel, element, bit))
+        for bit in range(8 * value.nbytes):
+            changed = value.clone()
+            changed.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+            if digest_of(changed) == before:
+                unnoticed.append((numel, bit))
     assert unnoticed == []
 
 
