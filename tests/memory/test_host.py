@@ -112,7 +112,7 @@ def test_who_shares_memory(rank: int, apart: int | None, how: str) -> None:
     assert world.host is not None
     before = count_open_fds()
     world.host.allocate(100)
-    assert count_open_fds() == before, "descriptors are closed at once"
+    assert count_open_fds() <= before, "descriptors are closed at once"
     collectives = Collectives(world)
     all_reduce = open_all_reduce(world, choose(world).algorithm, "auto")
     assert all_reduce.algorithm == ("direct" if apart is None else "hierarchical")

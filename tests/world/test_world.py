@@ -462,10 +462,10 @@ def test_a_rank_that_never_shows_up_is_named(rank: int, absent: int, tmp_path: P
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2, "the other one")
     started = time.monotonic()
     with pytest.raises(PeerTimeoutError, match=f"rank {absent}") as caught:
-        torchring.init(timeout_seconds=1.0)
+        torchring.init(timeout_seconds=1.5)
     assert not torchring.is_initialized()
     assert (caught.value.peers, caught.value.rank) == ((absent,), rank)
-    assert 0.9 < time.monotonic() - started < patient(4.0)
+    assert 1.4 < time.monotonic() - started < patient(4.5)
 
 
 @ranks(2)
