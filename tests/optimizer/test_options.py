@@ -59,19 +59,6 @@ def _with_member(member: Callable[[Any], Any], pass_model: bool = True) -> Call:
     return call
 
 
-def _again(*, close: bool) -> Callable[[], Call]:
-    """The parameters have a wrapped optimizer, or the optimizer is one that is closed. All ranks wrap it first."""
-
-    def make() -> Call:
-        model = _model()
-        optimizer = torchring.wrap(_sgd(model), model)
-        if close:
-            optimizer.close()
-        return lambda: torchring.wrap(optimizer if close else _sgd(model), model)
-
-    return make
-
-
 def _grad_dtype(model: Any) -> None:
     model.bfloat16()[2].bias.grad_dtype = torch.float32
 
@@ -103,7 +90,7 @@ wrap: Any = torchring.wrap  # which takes everything here
 _SPARSE: Final = torch.eye(3).to_sparse()
 _IGNORE: Final = "ValueError: ignore has "
 
-# What is called, and what the error says. "closed" and "taken" make the call on all ranks.
+# What is called, and what the error says.
 _BAD: Final[dict[str, tuple[Call, str]]] = {
     "op": (_wrap(op="average"), "ValueError: op .*'mean'.*'sum'.*'average'"),
     "op None": (_wrap(op=None), "ValueError: op .*None"),
@@ -168,18 +155,6 @@ _BAD: Final[dict[str, tuple[Call, str]]] = {
     "two devices": (_on_two_devices, "ValueError: .*2.weight is on meta, 0.weight on cpu; one optimizer"),
     "frozen": (_wrap(lambda model: model.requires_grad_(False)), "ValueError: .*gradient"),
 }
-_BAD_AGAIN: Final[dict[str, tuple[Callable[[], Call], str]]] = {
-    "closed": (_again(close=True), "ValueError: "),
-    "taken": (_again(close=False), "ValueError: .*0.weight.*close"),
-}
-
-
-def _call(name: str) -> tuple[Call, str]:
-    """What all ranks make, and one or all call."""
-    if name in _BAD:
-        return _BAD[name]
-    make, said = _BAD_AGAIN[name]
-    return make(), said
 
 
 def _train(rank: int) -> None:
@@ -194,8 +169,8 @@ def _train(rank: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 @ranks(None, run_ranks)
 def test_on_all_ranks_it_is_the_callers_error(world_size: int, rank: int) -> None:
-    for name in (*_BAD, *_BAD_AGAIN) if world_size > 1 else ("op", "closed", "other model", "twice", "swapped"):
-        call, said = _call(name)
+    for name in _BAD if world_size > 1 else ("op", "other model", "twice", "swapped"):
+        call, said = _BAD[name]
         problem = attempt(call)
         assert re.match(f"(?s){said}", problem), f"{name}: {problem or 'no error'}"
     _train(rank)
@@ -205,10 +180,9 @@ def test_on_all_ranks_it_is_the_callers_error(world_size: int, rank: int) -> Non
 def test_on_one_rank_the_others_are_told(rank: int) -> None:
     """PlanMismatchError on the good ranks, naming the bad one and what it was, at once; and the world still works."""
     torchring.init(timeout_seconds=5)
-    for name in (*_BAD, *_BAD_AGAIN):
+    for name, (call, said) in _BAD.items():
         if name in ("unknown option", "inline"):  # which is known after the comparison
             continue
-        call, said = _call(name)
         model = _model()
         started = time.monotonic()
         problem = attempt(call if rank == 1 else lambda model=model: torchring.wrap(_sgd(model), model))
