@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 import math
 import re
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -338,6 +340,43 @@ def test_a_missing_event_is_noticed(rank: int) -> None:
         optimizer.step()
         assert attempt(accelerator.synchronize).startswith("Race")
         attempt(torchring.shutdown)
+
+
+# ---- what the host's time goes into
+
+_MOST_FRAMES = {"a bucket": 62.0, "a parameter": 1.0}  # these numbers only fall
+
+
+@scenario()
+def test_the_host_does_little_for_a_bucket(rank: int) -> None:
+    """Python frames of torchring in a backward, without those of kernels, which are interpreted here."""
+
+    def num_frames(num_parameters: int, num_buckets: int) -> int:
+        with FakeAccelerator("lazy").installed() as accelerator:
+            parameters = [nn.Parameter(torch.zeros(16)) for _ in range(num_parameters)]
+            sgd = torch.optim.SGD(parameters, lr=0.0)
+            optimizer = torchring.wrap(sgd, bucket_mb=num_parameters // num_buckets * 64 / 2**20, algorithm="direct")
+            frames: list[str] = []
+
+            def note(frame: FrameType, event: str, _: Any) -> None:
+                if event == "call" and re.search(r"/torchring/(devices|gradients)/", frame.f_code.co_filename):
+                    frames.append(frame.f_code.co_name)
+
+            for step in range(18):
+                optimizer.zero_grad()
+                losses, ones = [p * 2.0 for p in parameters], [torch.ones(16) for _ in parameters]
+                sys.setprofile(note if step == 17 else None)
+                torch.autograd.backward(losses, ones)
+                sys.setprofile(None)
+                optimizer.step()
+                accelerator.synchronize()
+            assert optimizer.stats().num_buckets == num_buckets
+        torchring.shutdown()
+        return len(frames)
+
+    few = num_frames(24, 2)
+    found = {"a bucket": (num_frames(24, 6) - few) / 4, "a parameter": (num_frames(48, 2) - few) / 24}
+    assert all(round(found[what], 1) <= most for what, most in _MOST_FRAMES.items()), found
 
 
 # ---- values that are not finite
