@@ -24,6 +24,7 @@ from tests.support.commands import free_port
 from tests.support.grids import grid
 from tests.support.harness import patient, ranks, run_ranks, wait_until
 from torchring import connection as connection_module
+from torchring import initial_state as initial_state_module
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.native import NativeAllReduce
 from torchring.collectives import shared_memory as exchange_module
@@ -163,6 +164,7 @@ _DEATHS: dict[str, Callable[[int, str], None]] = {
     "before a collective": _kill_before_collective,
     "beside a worker": _kill_parent_of_a_worker,
     "wrap: checking options": _kill_on_entry(connection_module, "check_options"),
+    "wrap: broadcasting": _kill_on_entry(initial_state_module, "copy_from"),
     "wrap: opening direct": _kill_on_entry(DirectAllReduce, "__init__"),
     "wrap: opening wires": _kill_on_entry(DirectAllReduce, "open_wires"),
     "wrap: opening the transport": _kill_on_entry(C10dTransport, "__init__"),
@@ -212,6 +214,7 @@ def _until_it_fails(rank: int, size: int, death: str, algorithm: str, topology: 
         pytest.param("before a collective", "auto", "hosts", 1, marks=pytest.mark.grid),
         ("beside a worker", "auto", "one host", 1),
         ("wrap: checking options", "direct", "one host", 1),
+        ("wrap: broadcasting", "direct", "one host", 1),
         ("wrap: opening direct", "direct", "one host", 1),
         ("wrap: opening wires", "direct", "one host", 1),
         ("wrap: opening the transport", "native", "one host", 1),
@@ -280,8 +283,9 @@ def test_leaving_after_the_last_step_is_no_error(rank: int, algorithm: str) -> N
     model = _train(algorithm, 3)
     if rank == 2:
         time.sleep(0.3)
-    digest(model.parameters())
+    trained = digest(model.parameters())
     torchring.shutdown()
+    assert set(torchring.all_gather_object(trained)) == {trained}  # in a new world
 
 
 # ---- a rank that stands still

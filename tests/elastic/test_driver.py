@@ -456,6 +456,19 @@ def test_after_the_loss_of_all_workers_new_ones_start_as_long_as_they_get_furthe
     assert job.code == 1
 
 
+def test_a_partner_that_is_lost_again_and_again_before_the_first_step_ends_the_job() -> None:
+    job = running(num=2, min_size=2, works=False)
+    while not job.over:
+        assert len(job.started) < 30
+        survivor, partner = job.workers
+        job.end(partner, 5)
+        job.show("meeting", survivor)
+        while job.started[-1][0] == partner and not job.over:
+            job.wait(0.5, survivor)
+        job.meet(*{survivor, job.started[-1][0]})
+    assert "workers were lost in a row without a new step; first worker 1 on a" in job.over[0]
+
+
 def test_a_slot_is_left_out_for_longer_and_longer() -> None:
     job = running("a:2", num=2, cooldown=(1, 8))
     delays = []

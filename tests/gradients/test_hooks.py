@@ -226,6 +226,30 @@ def test_large_gradients_are_exact(overlap: str, rank: int, world_size: int) -> 
 
 
 @ranks(2)
+def test_a_new_plan_does_not_take_a_second_set_of_buffers(rank: int) -> None:
+    """It is laid out when zero_grad() has let go of the old buffers."""
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    model = nn.Sequential(*layers[::-1])  # uses them from the last to the first
+    optimizer = wrapped(nn.ModuleList(layers), bucket_mb=80 / 2**20)
+    assert optimizer._sync is not None
+    layout = optimizer._sync.layout
+    old = [weakref.ref(bucket.wire) for bucket in layout.buckets]
+    num_held: list[int] = []
+    open_wires = layout.all_reduce.open_wires
+
+    def watched(specs: Any) -> Any:
+        num_held.append(sum(wire() is not None for wire in old))
+        return open_wires(specs)
+
+    layout.all_reduce.open_wires = watched  # type: ignore[method-assign]
+    for step in range(3):
+        optimizer.zero_grad()
+        model(exact_inputs(8, torch.float32, step).view(2, 4)).sum().backward()
+        optimizer.step()
+    assert num_held == [0]
+
+
+@ranks(2)
 def test_large_complex_gradients_are_exact(rank: int) -> None:
     parameter = torch.nn.Parameter(torch.zeros(300, 400, dtype=torch.complex64))
     torchring.wrap(torch.optim.SGD([parameter], lr=1.0), algorithm="direct")

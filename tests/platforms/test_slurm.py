@@ -96,7 +96,7 @@ def test_srun_trains_as_one_process_does_and_says_who_was_killed(cluster: Cluste
         *_, pid = ranks[3]
         os.kill(pid, signal.SIGKILL)
     except BaseException:
-        commands.kill(job)
+        os.killpg(job.pid, signal.SIGKILL)
         raise
     result = commands.finish(job)
     assert result.returncode == 128 + signal.SIGKILL

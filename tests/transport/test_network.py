@@ -20,7 +20,7 @@ import torch
 import torchring
 from tests.support.checks import assert_bitwise, exact_inputs
 from tests.support.grids import grid
-from tests.support.harness import RanksFailed, wait_until
+from tests.support.harness import RanksFailed, patient, wait_until
 from tests.support.netns import HostedWorld, hosts_of, needs_hosts, run_on_hosts, run_worlds
 from torchring.allreduce.select import ALGORITHMS
 from torchring.bench.netns import Network
@@ -274,6 +274,7 @@ def _train_until_it_fails(
 
 def _run_faults(networks: Networks, folder: Path, *faults: Fault) -> None:
     """Train with every algorithm and fault at the same time."""
+    faults = tuple(f._replace(timeout_seconds=patient(f.timeout_seconds), within=patient(f.within)) for f in faults)
     worlds = []
     for number, fault in enumerate(faults):
         for algorithm, network in networks[number].items():
