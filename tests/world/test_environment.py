@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -318,34 +317,6 @@ def test_where_no_store_can_be_had(environ: dict[str, str], said: str) -> None:
         with pytest.raises(TopologyError, match=said):
             torchring.init(timeout_seconds=0.5)
     assert time.monotonic() - started < patient(10.0)
-
-
-@ranks(3, run_ranks, launcher_env=False)
-def test_ranks_of_srun_meet(rank: int) -> None:
-    """What srun sets which has to do with ranks and hosts, and what PMI-2 adds."""
-    size, job = "3", str(os.getppid())  # the same on all ranks, and another in each run of the tests
-    os.environ |= {
-        "SLURM_JOB_ID": job, "SLURM_STEP_ID": "3", "SLURM_NTASKS": size, "SLURM_STEP_NUM_TASKS": size,
-        "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
-        "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NODELIST": "localhost,node[7-9]", "SLURMD_NODENAME": "localhost",
-        "PMI_RANK": str(rank), "PMI_SIZE": size, "PMI_FD": "11", "PMI_JOBID": f"{job}.3",
-    }  # fmt: skip
-    meets_twice(rank, 3, "srun")
-
-
-@pytest.mark.parametrize("name", ["train", "elastic", "requeue"])
-def test_batch_scripts_have_their_options_first(name: str) -> None:
-    """Slurm reads no further than the first command."""
-    script = ROOT / "examples" / "slurm" / f"{name}.sbatch"
-    subprocess.run(["bash", "-n", script], check=True, timeout=20)
-    first, *lines = script.read_text().splitlines()
-    assert first == "#!/bin/bash"
-    commands = list(itertools.dropwhile(lambda line: not line or line.startswith("#"), lines))
-    options = [line for line in lines if line.startswith("#SBATCH ")]
-    assert len(options) >= 4
-    assert not set(options) & set(commands)
-    (example,) = [word for line in commands for word in line.split() if word.endswith(".py")]
-    assert (ROOT / example).is_file()
 
 
 # ---- meeting over MPI, with an MPI made of threads

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import math
 import os
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import time
 import types
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -150,28 +148,6 @@ def test_workers_of_frameworks_do_not_train_alone_without_a_word(
         torchring.init()
     (text,) = said
     assert re.match(expected, text)
-
-
-@pytest.fixture
-def launches() -> dict[int, list[int]]:
-    """The processes that take part, by port."""
-    return {free_port(): members for members in ([0, 1], [1, 2], [2, 0])}
-
-
-@ranks(3, run_ranks, launcher_env=False)
-def test_a_process_can_take_part_in_one_launch_after_another(rank: int, launches: dict[int, list[int]]) -> None:
-    """As in Python workers that Spark uses again: each launch has other processes, and one was alone before."""
-    if rank == 0:
-        torchring.init()
-        torchring.shutdown()
-    for port, members in launches.items():
-        if rank in members:
-            own = str(members.index(rank))
-            os.environ |= {"RANK": own, "WORLD_SIZE": "2", "LOCAL_RANK": own}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            torchring.init(timeout_seconds=15.0)
-            assert torchring.all_gather_object(rank) == members
-            torchring.shutdown()
 
 
 @ranks(1, run_ranks)
@@ -487,43 +463,6 @@ def test_all_may_try_again_after_a_time_out(rank: int, tmp_path: Path) -> None:
 
 
 # ---- a World by itself
-
-
-def test_closing_calls_back_the_latest_first() -> None:
-    calls: list[int] = []
-    world = World(None, 0, 1)
-    assert world.is_open
-    for i in range(3):
-        world.on_close(functools.partial(calls.append, i))
-    world.close()
-    world.close()
-    assert calls == [2, 1, 0]
-    assert not world.is_open
-
-
-def test_what_is_shared_is_opened_once_and_forgotten_at_the_end() -> None:
-    opened: list[World] = []
-
-    def slowly(world: World) -> object:
-        opened.append(world)
-        if len(opened) == 1:
-            raise OSError("not yet")
-        time.sleep(0.05)
-        return object()
-
-    world, other = World(None, 0, 1), World(None, 0, 1)
-    with pytest.raises(OSError, match="not yet"):
-        world.shared(slowly)
-    with ThreadPoolExecutor(4) as pool:  # it is tried again
-        found = {pool.submit(world.shared, slowly) for _ in range(4)}
-    assert len({future.result() for future in found}) == 1
-    assert opened == [world, world]
-    first = world.shared(slowly)
-    assert world.shared(lambda world: world.rank) == 0
-    assert other.shared(slowly) is not first
-    world.close()
-    assert world.shared(slowly) is not first
-    other.close()
 
 
 def test_an_accelerator_that_is_not_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
