@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroupGloo
 
 import torchring
 from tests.support import mpi_job
@@ -34,8 +32,7 @@ from tests.support.training import Side, assert_as_one_process, momentum, small_
 from torchring.allreduce.native import NativeAllReduce
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError, TopologyError
 from torchring.rendezvous.rendezvous import Rendezvous
-from torchring.transport import c10d, gloo_links
-from torchring.transport import mpi as mpi_transport
+from torchring.transport import c10d
 from torchring.transport.c10d import C10dTransport
 from torchring.transport.contract import Transport
 from torchring.transport.mpi import MpiTransport
@@ -342,30 +339,6 @@ def _descriptors_under_mpi(rank: int, store: dist.Store, communicator: Any) -> t
 # ---- what only Gloo has: what `transport/gloo_links.py` relies on, in the words that are looked for there
 
 
-def _failure_of(group: Any, peer: int, seconds: float) -> RuntimeError:
-    """Of a receive that is never answered."""
-    with pytest.raises(RuntimeError) as caught:
-        group.recv([torch.empty(8)], peer, 0).wait(timedelta(seconds=seconds))
-    return caught.value
-
-
-def test_a_wait_of_gloos_that_is_too_long_says_so_and_so_does_another_that_fails_with_it() -> None:
-    barrier = threading.Barrier(3)
-
-    def body(rank: int, size: int, store: dist.Store) -> list[bool]:
-        group = ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
-        failures = []
-        if rank == 0:
-            with ThreadPoolExecutor(1) as pool:
-                other = pool.submit(_failure_of, group, 2, 20.0)
-                time.sleep(0.1)
-                failures = [_failure_of(group, 1, 0.05), other.result()]
-        barrier.wait(20)
-        return list(map(gloo_links.has_timed_out, failures))
-
-    assert run_threads(body, 3)[0] == [True, True]
-
-
 def _gloo_threads() -> set[str]:
     """Of this process. Earlier tests may have left some that are about to end."""
     found = set()
@@ -439,24 +412,6 @@ def _refused(rank: int, store: dist.Store, communicator: Any, opening: Any) -> A
 
 
 @needs_mpi
-def test_mpi_is_called_by_one_thread_at_a_time() -> None:
-    assert job.run(_outside_of_the_lock, 2) == [0, 0]
-
-
-def _outside_of_the_lock(rank: int, store: dist.Store, communicator: Any) -> int:
-    guard, num_outside = MpiTransport._guard, 0
-
-    def counted(self: Any, *args: Any) -> Any:
-        nonlocal num_outside
-        num_outside += not mpi_transport._lock._is_owned()  # type: ignore[attr-defined]
-        return guard(self, *args)
-
-    with mock.patch.object(MpiTransport, "_guard", counted):
-        _on_mpi_rank(rank, store, communicator, body=_threads, num_streams=3)
-    return num_outside
-
-
-@needs_mpi
 def test_an_error_of_mpis_is_a_ring_error() -> None:
     run_transports("mpi", 2, _without_a_root)
 
@@ -469,7 +424,7 @@ def _without_a_root(meet: Meet, transport: Any) -> None:
     meet()
 
 
-_SCENE = """
+_SCRIPT_THAT_RAISES = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from mpi4py import MPI
@@ -478,45 +433,25 @@ from torchring.world import World
 rank = MPI.COMM_WORLD.rank
 world = World(dist.FileStore(os.environ["TESTS_STORE"]), rank, 2, timeout_seconds=100.0)
 transport = MpiTransport(world.rendezvous, "stream", world.host)
-"""
-# MPI_Finalize waits for all: without a goodbye the one would wait there, and the other one for its message.
-_RAISES = """
 if rank == 0:
     raise KeyError("of the script")
 transport.start_all_reduce(torch.ones(4)).wait()
 """
-_LEAVES = """
-other = MpiTransport(world.rendezvous, "other", world.host)
-transport.start_broadcast(torch.empty(4 << 20), 1 - rank)
-other.start_broadcast(torch.ones(4 << 20), rank)  # neither has a counterpart
-print("leaves")
-if rank == 0:
-    transport.close()
-    other.close()
-    world.close()
-"""
 
 
 @needs_mpi
-@pytest.mark.parametrize(
-    ("text", "is_error", "said"),
-    [
-        (_RAISES, True, ["KeyError: 'of the script'", "PeerLostError: rank 0"]),
-        pytest.param(_LEAVES, False, ["leaves", "leaves"], marks=pytest.mark.grid),
-    ],
-    ids=["raises", "leaves with transfers under way"],
-)
-def test_a_script_that_stops_stops_the_others(text: str, is_error: bool, said: list[str], tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(_SCENE + text)
+def test_a_script_that_stops_stops_the_others(tmp_path: Path) -> None:
+    """MPI_Finalize waits for all: without a goodbye the one would wait there, and the other one for its message."""
+    (tmp_path / "script.py").write_text(_SCRIPT_THAT_RAISES)
     process = mpi_job.mpirun([tmp_path / "script.py"], 2, env={"TESTS_STORE": str(tmp_path / "store")})
     try:
         output, _ = process.communicate(timeout=patient(60.0))  # less than the world's time-out
     except subprocess.TimeoutExpired:
         mpi_job.stop(process)
         raise
-    assert (process.returncode != 0) == is_error, output
-    for words in said:
-        assert output.count(words) >= said.count(words), output
+    assert process.returncode != 0, output
+    for said in ("KeyError: 'of the script'", "PeerLostError: rank 0"):
+        assert said in output
 
 
 def _script(side: Side) -> list[torch.Tensor]:

@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +24,6 @@ from tests.support.netns import HostedWorld, hosts_of, needs_hosts, run_on_hosts
 from torchring.allreduce.select import ALGORITHMS
 from torchring.bench.netns import Network
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
-from torchring.transport.c10d import C10dTransport
 
 pytestmark = needs_hosts
 
@@ -193,27 +191,6 @@ def _end_when_all_is_sent(rank: int, world_size: int) -> None:
 
 def test_the_last_bytes_of_ranks_that_have_exited_arrive(slow_network: Network) -> None:
     run_on_hosts(slow_network, (1, 1, 1), _end_when_all_is_sent)
-
-
-def _close_in_the_midst(rank: int, world_size: int) -> None:
-    """Of a message: Gloo waits for the rest of it until the time-out."""
-    world = torchring.init(timeout_seconds=200.0)
-    assert world.rendezvous is not None
-    transport = C10dTransport(world.rendezvous, "test", world.host)
-    data = torch.full((500_000,), rank, dtype=torch.uint8)
-    with ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(lambda: transport.start_broadcast(data, 1).wait())
-        if rank == 0:
-            wait_until(lambda: data[0] == 1, "the beginning of the message")
-            transport.close()
-            assert data[-1] == 0
-            with pytest.raises(PeerLostError, match="is closed"):
-                receiving.result()
-    world.rendezvous.all_gather("over", b"")  # rank 0 has the store
-
-
-def test_closing_a_transport_does_not_wait_for_the_rest_of_a_message(slow_network: Network) -> None:
-    run_on_hosts(slow_network, (1, 1), _close_in_the_midst)
 
 
 # ---- faults
