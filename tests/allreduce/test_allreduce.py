@@ -4,8 +4,6 @@ even and uneven hosts."""
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ from torchring.allreduce.contract import MAX_PENDING, AllReduce, Wire
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_ranks, num_columns
 from torchring.allreduce.native import NativeAllReduce, NativeWork
-from torchring.allreduce.slices import ALIGNMENT_BYTES, BLOCK_BYTES, slice_bounds
+from torchring.allreduce.slices import ALIGNMENT_BYTES, BLOCK_BYTES
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.memory import host as host_module
 from torchring.transport.c10d import C10dTransport
@@ -426,19 +424,3 @@ def test_threads_end_where_an_earlier_reduction_has_failed() -> None:
     for thread in threads:
         thread.join(20.0)
     assert not any(thread.is_alive() for thread in threads)
-
-
-# ---- schedules
-
-
-def test_slices_cover_the_buffer_in_whole_cache_lines() -> None:
-    assert slice_bounds(100, 3, 4) == [(0, 48), (48, 96), (96, 100)]
-    counts = [0, 1, 2, 7, 31, 32, 33, 63, 64, 65, 1000, 65_537]
-    for num_elements, num_ranks, element_bytes in itertools.product(counts, range(1, 9), [2, 4, 8]):
-        bounds = slice_bounds(num_elements, num_ranks, element_bytes)
-        assert len(bounds) == num_ranks
-        assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
-        assert bounds[-1][1] == num_elements
-        line = ALIGNMENT_BYTES // element_bytes
-        assert all(start <= stop and (start % line == 0 or start == num_elements) for start, stop in bounds)
-        assert max(stop - start for start, stop in bounds) <= math.ceil(num_elements / num_ranks) + line - 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import signal
 import threading
 import time
@@ -70,33 +69,3 @@ def test_a_signal_interrupts_the_sleep(page: torch.Tensor) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, previous)
-
-
-def _answer(page: torch.Tensor, num_turns: int) -> None:
-    """Adds 1 to the counter at byte 2048 in every turn."""
-    ping, pong = page.data_ptr(), page.data_ptr() + semaphore.SEMAPHORE_STRIDE
-    counter = page[2048:2056].view(torch.int64)
-    for _ in range(num_turns):
-        if not semaphore.wait_for(ping, 10.0):
-            return
-        counter.add_(1)
-        semaphore.post(pong)
-
-
-def test_two_processes_take_turns_and_see_each_others_writes(page: torch.Tensor) -> None:
-    num_turns = 500
-    ping, pong = page.data_ptr(), page.data_ptr() + semaphore.SEMAPHORE_STRIDE
-    counter = page[2048:2056].view(torch.int64)
-    peer = multiprocessing.get_context("fork").Process(target=_answer, args=(page, num_turns))
-    peer.start()
-    try:
-        for turn in range(num_turns):
-            counter.add_(1)
-            semaphore.post(ping)
-            assert semaphore.wait_for(pong, 10.0), f"no answer in turn {turn}"
-            assert int(counter) == 2 * (turn + 1)
-    finally:
-        peer.join(20.0)
-        peer.kill()
-        peer.join()
-    assert peer.exitcode == 0
