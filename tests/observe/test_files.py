@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import tokenize
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +51,6 @@ def test_a_torn_file_and_another_format_are_named(tmp_path: Path) -> None:
     np.savez(path_of(tmp_path, 0), about=np.frombuffer(run_info.encode(), np.uint8))
     with pytest.raises(TraceError, match=r"torchring 9\.9, in another format"):
         read(path_of(tmp_path, 0))
-
-
-def test_whatever_a_damaged_file_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise tokenize.TokenError("EOF", (1, 0))
-
-    path = write(tmp_path, simulate(1, 1)[0])
-    monkeypatch.setattr(np, "load", fail)
-    with pytest.raises(TraceError, match=r"rank-00000\.npz is torn, or no trace: "):
-        read(path)
 
 
 def test_what_is_no_number_or_text_is_named(tmp_path: Path) -> None:

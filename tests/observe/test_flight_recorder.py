@@ -310,34 +310,6 @@ def test_what_others_read_of_a_page() -> None:
     another = recorder.open_progress("another")
     assert another is not None
     assert read().entries.keys() == {entry.key for entry in entries if entry is not entries[3]} | {another.key}
-    code = compile("def f(): return look(thread)\nresult = f()", f"/{'層' * 300}/file.py", "exec")
-    names: dict[str, object] = {"look": call_site_of, "thread": threading.get_ident()}
-    exec(code, names)
-    _, call_site = names["result"]  # type: ignore[misc]
-    assert str(call_site).startswith(f"…{'層' * 112}/file.py:1 in f")
-
-
-def test_the_call_site_of_a_thread_names_the_library_and_the_script() -> None:
-    future: torch.futures.Future[int] = torch.futures.Future()
-    thread = threading.Thread(target=lambda: future.wait(), name="waits")
-    thread.start()
-    found = []
-
-    def is_there() -> bool:
-        found.append(call_site_of(thread.ident or 0))
-        return "futures" in found[-1][1]
-
-    try:
-        wait_until(is_there, "the thread to wait")
-    finally:
-        future.set_result(1)
-        thread.join()
-    phase, text = found[-1]
-    assert phase == Phase.INPUT
-    assert re.fullmatch(
-        r"torch/futures/__init__\.py:\d+ in wait, called from \S*test_flight_recorder\.py:\d+ in <lambda>", text
-    ), text
-    assert call_site_of(thread.ident or 0) == (Phase.INPUT, "")
 
 
 def test_a_look_at_a_stack_keeps_no_local_variable_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,25 +346,6 @@ def test_a_look_at_a_stack_keeps_no_local_variable_alive(monkeypatch: pytest.Mon
     thread.join()
     assert len(is_alive) > 2
     assert not any(is_alive)
-
-
-def test_the_phase_of_a_thread_is_seen_on_its_stack() -> None:
-    model, seen = torch.nn.Linear(2, 2), []
-
-    def look(*_: Any) -> None:
-        seen.append(call_site_of(threading.get_ident())[0])
-
-    def compute_again(_: torch.Tensor) -> None:  # as checkpoints do
-        model(torch.ones(1, 2))
-
-    model.register_forward_hook(look)
-    loss = model(torch.ones(1, 2)).sum()
-    model.weight.register_hook(lambda _: look())
-    model.bias.register_hook(compute_again)
-    loss.backward()
-    look()
-    assert seen == [Phase.FORWARD, *[Phase.BACKWARD] * (len(seen) - 2), Phase.INPUT]
-    assert len(seen) == 4
 
 
 # ---- who is missing, in words
@@ -453,15 +406,3 @@ def test_only_ranks_that_all_wait_are_locked() -> None:
         said = describe_wait(0, wait_for(), dict(enumerate(peers, 1)), seconds, seconds)
         assert ("All ranks wait, in different operations, so none of them can go on" in said) is are_locked
         assert "Rank 1 (pid 77) itself has waited for 20 s in all_reduce" in said
-
-
-# ---- the option
-
-
-@ranks(2)
-def test_an_open_world_keeps_its_limit(rank: int) -> None:
-    world = torchring.init(stall_warning_seconds=7.0 + rank)
-    assert torchring.init() is torchring.init(stall_warning_seconds=7.0 + rank) is world
-    with pytest.raises(ValueError, match=r"open with stall_warning_seconds="):
-        torchring.init(stall_warning_seconds=30.0)
-    torchring.barrier()

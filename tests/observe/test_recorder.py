@@ -10,10 +10,8 @@ import os
 import pickle
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,21 +151,6 @@ def test_time_in_a_data_loader_is_written_down(monkeypatch: pytest.MonkeyPatch) 
     assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is before
 
 
-def test_the_work_of_workers_is_that_of_their_processes() -> None:
-    class Batches:
-        worker = SimpleNamespace(pid=os.getpid())  # which works for as long as this test does
-        _workers = worker, worker
-
-    batches, before = Batches(), time.process_time_ns()
-    assert loading._since_last_batch(batches) == -1, "nothing is known of what was before"
-    while time.process_time_ns() < before + 1_000_000:
-        pass
-    worked = loading._since_last_batch(batches)
-    assert 0 < worked <= 2 * (time.process_time_ns() - before)
-    batches.worker.pid = 2**22 + 1  # more than there can be
-    assert loading._since_last_batch(batches) == -1
-
-
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(size, size) for size in SIZES))
@@ -265,17 +248,6 @@ def test_inputs_without_a_shape_are_not_counted() -> None:
     model(torch.tensor(1.0))
     model("text")
     assert recorder.num_samples == 2
-
-
-@ranks(2)
-def test_a_step_that_is_left_out_is_a_step() -> None:
-    model, recorder = _model(), recorder_of(torchring.init())
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, on_nonfinite="skip")
-    for factor in (1.0, float("nan"), 1.0):
-        optimizer.zero_grad()
-        (model(torch.ones(5, SIZES[0])).square().mean() * factor).backward()
-        optimizer.step()
-    assert recorder.num_steps == 3
 
 
 def test_hooks_do_not_follow_a_model_to_copies_and_files() -> None:

@@ -15,11 +15,7 @@ import pytest
 from tests.support.documents import golden
 from tests.support.traces import simulate, write
 from torchring.cli import main
-from torchring.observe.recorder.files import path_of
 from torchring.report import command
-from torchring.report.model.merge import merge
-from torchring.report.show import terminal
-from torchring.report.verdict.analysis import analyse
 
 NUM_STEPS = 10
 EXPORTS = Path(__file__).parent / "exports.txt"
@@ -83,15 +79,6 @@ def test_what_cannot_be_read_or_written_is_one_sentence(
         assert err.count("\n") == 1
 
 
-def test_what_is_missing_is_said_and_the_rest_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path_of(folder, 2).write_bytes(b"PK")
-    assert main(["report", str(folder), "--no-html"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "waits for data on rank 1" in out
-    places = [out.index(each) for each in ("What is missing or strange", "rank-00002.npz is torn", "What would help")]
-    assert places == sorted(places)
-
-
 def test_a_package_that_is_missing_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,16 +113,6 @@ def test_a_host_name_is_no_formula(tmp_path: Path) -> None:
     write(tmp_path, dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, host="=HYPERLINK(1)")))
     assert main(["report", str(tmp_path), "--no-html", "--csv", str(tmp_path / "table.csv")]) == 0
     assert "0,0,'=HYPERLINK(1)," in (tmp_path / "table.csv").read_text()
-
-
-def test_a_narrow_terminal_gets_whole_headings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    analysis = analyse(merge(simulate(2, 12, ranks_per_host=1, latency_ms=20, bucket_mb=(0.01, 0.02))))
-    text = terminal.plain(analysis)
-    words = " ".join(text.split())
-    assert "rank step input forward backward waiting comm. between step()" in words
-    assert "bucket MB ready ms reduced in ms exposed ms MB/s parameters" in words
-    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,6 @@ from torchring.observe.recorder.records import (
 from torchring.observer import Phase
 from torchring.report.model.merge import merge
 from torchring.report.model.scaling import Network
-from torchring.report.show.sections import about_batch
 from torchring.report.show.terminal import plain
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
@@ -384,19 +382,6 @@ def summary(name: str) -> str:
 def test_the_report_says_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")
     assert {name: summary(name) for name in JOBS} == golden(GOLDEN)
-
-
-def test_whether_a_larger_batch_pays() -> None:
-    for batch_size, noise_scale, words in (
-        (512, 2134, "about 2,100: twice the ranks would take 60 % of the steps, and four times the ranks 40 %."),
-        (512, 100, "twice the ranks would take 92 % of the steps, and four times the ranks 88 %."),
-        (64, math.inf, "Batch 64; noise hides the gradient of so few samples"),
-        (0, 100, ""),
-        (64, -1, ""),
-    ):
-        sentence = about_batch(RunInfo(batch_size=batch_size, noise_scale=noise_scale))
-        assert words in sentence
-        assert bool(sentence) == bool(words)
 
 
 def test_noise_of_10_percent_accuses_nobody() -> None:

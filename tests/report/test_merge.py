@@ -82,29 +82,17 @@ def test_how_a_job_ended(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_trace_is_an_error(tmp_path: Path) -> None:
-    for name, written, said in (
-        ("gone", None, r"there is no folder .*gone.*`torchring run --trace .*` writes one"),
-        (
-            "empty",
-            (),
-            r"no file is named like rank-00000\.npz.*`torchring run --trace .*` writes one, if .*wrap\(",
-        ),
-        (
-            "torn",
-            b"torn",
-            r"no file of the trace in .*torn can be read\. A file cannot .*00000\.npz is torn",
-        ),
-        ("stepless", RankTrace(RunInfo()), r"the trace has no step"),
-        ("file", "", "Not a directory"),
-    ):
-        folder = tmp_path / name
-        if written == "":
-            folder.touch()
-        elif written is not None:
-            folder.mkdir()
-        if isinstance(written, bytes):
-            path_of(folder, 0).write_bytes(written)
-        elif isinstance(written, RankTrace):
-            write(folder, written)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "torn").mkdir()
+    path_of(tmp_path / "torn", 0).write_bytes(b"torn")
+    write(tmp_path / "stepless", RankTrace(RunInfo()))
+    for name, said in {
+        "gone": r"there is no folder .*gone.*`torchring run --trace .*` writes one",
+        "empty": r"no file is named like rank-00000\.npz.*`torchring run --trace .*` writes one, if .*wrap\(",
+        "torn": r"no file of the trace in .*torn can be read\. A file cannot .*00000\.npz is torn",
+        "stepless": "the trace has no step",
+        "file": "Not a directory",
+    }.items():
         with pytest.raises(TraceError, match=said):
-            load(folder)
+            load(tmp_path / name)

@@ -11,10 +11,10 @@ import torch
 
 from tests.support.traces import MS, simulate
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace, RunInfo
-from torchring.report.model.bucket_layout import layout_between_hosts, layout_with, nominal_bytes, ready_shares
+from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace
+from torchring.report.model.bucket_layout import layout_between_hosts, layout_with
 from torchring.report.model.merge import merge
-from torchring.report.model.scaling import Connections, Network, Workload, exposed_ms, fit, slowest_ms, split_ms
+from torchring.report.model.scaling import Connections, Network, Workload, exposed_ms, fit, slowest_ms
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
 
@@ -64,16 +64,6 @@ def test_one_rank_predicts_with_a_network_that_is_given() -> None:
     assert prediction.exposed_ms == pytest.approx(4 * 6 * mib / 2e6 - 6)
 
 
-def test_a_gradient_that_never_comes_waits_for_the_end() -> None:
-    (trace,) = simulated(1, bucket_mb=[])
-    parameters = tuple(ParameterRecord(str(i), MB, 0) for i in range(3))
-    arrivals = (Arrivals(60 * MS, (30 * MS, 6 * MS, -1)), Arrivals(60 * MS, (42 * MS, 6 * MS, -1)))
-    run_info = dataclasses.replace(trace.run_info, parameters=parameters)
-    job = merge([dataclasses.replace(trace, run_info=run_info, arrivals=arrivals)])
-    assert ready_shares(job) == pytest.approx([0.6, 0.1, np.nan], nan_ok=True)
-    assert layout_with(job, 1.5 * MB, 1.0) == (pytest.approx((1.0 * MB, 0.5 * MB)), pytest.approx((0.6, 1.0)))
-
-
 @pytest.mark.parametrize(
     ("compression", "dtypes"),
     [(None, ("float32",)), ("bf16", ("float32",)), (None, ("float32", "bfloat16", "complex64"))],
@@ -107,18 +97,6 @@ def test_buckets_are_predicted_as_wrap_makes_them(compression: str | None, dtype
         assert shares == pytest.approx([(len(specs) - i) / len(specs) for i in last])
 
 
-def test_the_default_size_of_a_bucket_is_that_of_wrap() -> None:
-    gpus: dict[str, Any] = {"size": 4, "local_size": 4, "device": "NVIDIA H100"}
-    for run_info, expected in (
-        ({"size": 2, "local_size": 2}, 25),
-        ({"size": 4, "local_size": 2}, 25),
-        ({**gpus, "algorithm": "direct"}, 10),
-        ({**gpus, "algorithm": "native"}, 25),
-        ({"size": 4, "local_size": 4, "options": {"bucket_mb": "3.5"}}, 3.5),
-    ):
-        assert nominal_bytes(RunInfo(**run_info)) == expected * 2**20, run_info
-
-
 def test_the_example_of_exposed_communication() -> None:
     workload = Workload(COMPUTING, (30.0 * MB, 30.0 * MB), (-40.0, 0.0))
     assert exposed_ms(workload, 2, Connections(Network(0.0, 1.0))) == pytest.approx(30)
@@ -131,17 +109,6 @@ def test_the_example_of_exposed_communication() -> None:
     for num_lanes, expected in ((1, 45), (2, 30)):
         on_lanes = dataclasses.replace(small, num_lanes=num_lanes)
         assert exposed_ms(on_lanes, 2, Connections(Network(5.0, 1.0))) == pytest.approx(expected)
-
-
-def test_an_all_reduce() -> None:
-    network, memory = Network(0.1, 1.0), Network(0.01, 10.0)
-    assert sum(split_ms(8 * MB, 4, Connections(network))) == pytest.approx(6 * 0.1 + 12)
-    assert sum(split_ms(8 * MB, 1, Connections(network))) == 0
-    # 16 ranks on 4 hosts: 4 hosts in a ring, and 4 ranks in memory.
-    two_levels = Connections(network, True, 4, memory)
-    assert sum(split_ms(8 * MB, 16, two_levels)) == pytest.approx(6 * 0.1 + 12 + 6 * 0.01 + 1.2)
-    assert sum(split_ms(8 * MB, 4, two_levels)) == pytest.approx(6 * 0.01 + 1.2)
-    assert sum(split_ms(8 * MB, 4, Connections(network, True, 4))) == 0
 
 
 def test_what_all_ranks_have_in_common_makes_nobody_wait() -> None:
