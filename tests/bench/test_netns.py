@@ -6,8 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,22 +62,6 @@ def test_hosts_are_apart_from_this_machine(network: Network) -> None:
 
 
 @needs_hosts
-def test_a_link_that_is_down_carries_nothing(network: Network) -> None:
-    """The server and its client are in this process: a socket stays where it was made."""
-    with inside(network.name(1)):
-        server = socket.create_server(("0.0.0.0", 5000))
-    network.set_link(1, False)
-    with inside(network.name(0)), server:
-        address = network.addresses[1], 5000
-        with pytest.raises(OSError, match=r"timed out|unreachable|No route"):
-            socket.create_connection(address, 0.3)
-        network.set_link(1, True)
-        with socket.create_connection(address, 20.0) as client, server.accept()[0] as connection:
-            client.sendall(b"through")
-            assert connection.recv(7, socket.MSG_WAITALL) == b"through"
-
-
-@needs_hosts
 def test_nothing_is_left_behind_and_processes_are_killed() -> None:
     before = namespaces(os.getpid())
     process = None
@@ -96,37 +78,6 @@ def test_nothing_is_left_behind_and_processes_are_killed() -> None:
     process.communicate()
     with pytest.raises(NetworkError, match="set port0 up"):  # there is no switch any more
         network.set_link(0, True)
-
-
-@needs_hosts
-def test_the_next_network_removes_what_a_killed_process_left() -> None:
-    """And leaves alone what belongs to processes that live."""
-    code = f"""
-    import os, subprocess, sys
-    sys.path.insert(0, {str(BENCH)!r})
-    import netns
-    network = netns.Network(1).__enter__()
-    child = subprocess.Popen(network.command(0, ["sh", "-c", "echo here; exec sleep 60"]), stdout=subprocess.PIPE)
-    child.stdout.readline()
-    print(network.name(0), child.pid, flush=True)
-    os.read(0, 1)
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        name, pid = process.stdout.readline().split()
-        with Network(1):
-            assert name in namespaces()
-    finally:
-        process.kill()
-        process.communicate()
-    assert name in namespaces()
-    with Network(1):
-        assert name not in namespaces()
-        status = Path("/proc", pid, "status")
-        assert not status.exists() or "Z (zombie)" in status.read_text()
 
 
 # ---- ranks on them: tests/support/netns.py

@@ -26,7 +26,6 @@ from torchring import cli
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.bench import measure
 from torchring.default_world import default_world
-from torchring.doctor.checks import CHECKS
 
 DOCS = ROOT / "docs"
 OPTIONS = DOCS / "reference" / "options.md"
@@ -204,11 +203,7 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(checker.started) > 10
     for wrong in (
         "torchring run -np 2 no_such_script.py",
-        "torchring run -np zero train.py",
-        "torchring run train.py",
         "torchring doctor --no-such-option",
-        "torchring bench step --no-such-option",
-        "torchrun --nproc-per-node 2 no_such_script.py",
         "mpirun -np 2 python no_such_script.py",
         "make no-such-target",
         "pip install '.[no_such_extra]'",
@@ -243,25 +238,6 @@ def test_tables_have_a_row_for_each_thing() -> None:
     assert described == {*torchring.horovod.__all__, "State", "TorchState", "ObjectState", "ElasticSampler"}
     listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES if DOCS in page.parents)
-
-
-def test_every_line_of_doctor_has_its_row() -> None:
-    found = {
-        (level, topic)
-        for topic, check, _ in CHECKS
-        for level in re.findall('"(ok|note|warning|wrong)"', inspect.getsource(check))
-    }
-    text = section(TROUBLESHOOTING, "## torchring doctor")
-    described = {
-        (level.lower(), code_spans(cells[0])[0])
-        for cells in rows(text)
-        for level in re.findall("WRONG|WARNING", cells[1])
-    }
-    topics, bad = {topic for _, topic in found}, {each for each in found if each[0] in ("wrong", "warning")}
-    assert len(bad) > 10
-    assert bad <= described
-    assert {topic for _, topic in described} <= topics
-    assert all(f"`{topic}`" in text for topic in topics)
 
 
 def test_quoted_messages_are_those_of_the_code() -> None:
@@ -336,13 +312,6 @@ def test_files_that_pages_name_and_include_exist() -> None:
     named = {span for page in PAGES for span in code_spans(page.read_text()) if pattern.fullmatch(span)}
     assert len(named) > 15
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
-
-
-def test_the_way_of_a_gradient_names_at_most_ten_files() -> None:
-    way = section(DOCS / "background" / "how-it-works.md", "## The same in the code")
-    steps = re.findall(r"^\d+\. `([\w/]+\.py)`: ", way, re.MULTILINE)
-    assert "torchring/gradients/hooks.py" in steps
-    assert len(steps) <= 10
 
 
 # docs/guides/ddp.md, as pasted

@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -197,15 +196,6 @@ def test_where_gloo_will_listen() -> None:
         assert gloo_address(environ, [["lo", "127.0.0.1"], ["eth0", "10.0.0.5"]], resolved) == expected
 
 
-def test_who_listens_at_a_port() -> None:
-    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
-        with contextlib.suppress(OSError), socket.create_server((address, 0), family=family) as server:
-            port = server.getsockname()[1]
-            assert facts.listening(["127.0.0.1", "::1"], port) == [address]
-            server.close()
-            assert facts.listening(["127.0.0.1", "::1"], port) == []
-
-
 def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The narrowest limit of the groups around a process counts, as far as it sees them."""
     outer, inner = tmp_path / "outer", tmp_path / "outer" / "inner"
@@ -216,10 +206,6 @@ def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             patch.setattr(facts, "_control_groups", lambda folders=folders: folders)
             assert facts.core_limit() == cores
-    monkeypatch.setattr(facts, "_CONTROL_GROUPS", tmp_path)
-    for path, seen in [("/outer", [outer, tmp_path]), ("/outer/of_the_host", [outer, tmp_path]), ("/", [tmp_path])]:
-        monkeypatch.setattr(facts, "_read", lambda _, path=path: f"1:cpu:/elsewhere\n0::{path}")
-        assert facts._control_groups() == seen
 
 
 # One rank of several
@@ -265,12 +251,6 @@ def test_a_rank_that_fails_is_in_the_report(trouble: str, said: str) -> None:
     (wrong,) = [found["text"] for found in report["findings"] if found["level"] == "wrong"]
     assert said in wrong
     assert len(report["ranks"]) == 2
-
-
-def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "_most", lambda seconds: 2 * seconds)
-    path = rank._time("Gloo", (0, 1), lambda _: 0.5)
-    assert path == PathFacts("Gloo", [0, 1], 1e6, 2**24 / 1e9, 2**24)
 
 
 @pytest.mark.parametrize("number", [0, 1])
