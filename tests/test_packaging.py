@@ -172,17 +172,11 @@ torchring.misspelt  # wrong
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_users_of_an_installed_package_have_its_types(
-    kind: str, source: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By mypy --strict; editors do as it does. `kernels` and `tests` of the checkout are nobody's to import."""
     pytest.importorskip("mypy")
-    if kind == "editable":
-        from setuptools import build_meta
-
-        monkeypatch.chdir(source)
-        wheel = tmp_path / build_meta.build_editable(str(tmp_path))
     run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")])
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
@@ -223,15 +217,6 @@ def test_wheel_from_the_unpacked_sdist_is_the_same(sdist: Path, source: Path, wh
         for name in mine.namelist():
             if not name.endswith("RECORD"):
                 assert theirs.read(name) == mine.read(name), name
-
-
-def test_this_environment_resolves_the_kernels(tmp_path: Path) -> None:
-    """An editable install, from a working directory that does not help."""
-    code = "import torchring, torchring.kernels as k, importlib.util as u; print(k.__file__, u.find_spec('kernels'))"
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    said = run([sys.executable, "-c", code], cwd=tmp_path, env=environ).split()
-    assert Path(said[0]).resolve() == ROOT / "kernels" / "__init__.py"
-    assert said[1] == "None" or not said[1].startswith(str(ROOT))
 
 
 def test_version_is_said_once_and_every_folder_of_the_package_is_installed() -> None:

@@ -64,17 +64,6 @@ def test_whoever_hears_of_a_cancellation_may_close_the_worker() -> None:
     worker.join(10.0)
 
 
-def test_closing_never_waits_for_a_task_that_the_thread_has_just_taken() -> None:
-    for _ in range(300):
-        worker = SerialThread("test-worker")
-        for _ in range(20):
-            worker.submit(lambda: None)
-        closing = threading.Thread(target=worker.close, daemon=True)
-        closing.start()
-        closing.join(10)
-        assert not closing.is_alive()
-
-
 def test_what_a_task_refers_to_is_gone_before_anybody_is_woken() -> None:
     """An engine's handle that goes while the interpreter exits ends the process with SIGABRT."""
 
