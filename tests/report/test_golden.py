@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from torchring.observe.recorder.records import (
 from torchring.observer import Phase
 from torchring.report.model.merge import merge
 from torchring.report.model.scaling import Network
+from torchring.report.show.sections import about_batch
 from torchring.report.show.terminal import plain
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
@@ -382,6 +384,11 @@ def summary(name: str) -> str:
 def test_the_report_says_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")
     assert {name: summary(name) for name in JOBS} == golden(GOLDEN)
+
+
+def test_noise_may_hide_the_gradient() -> None:
+    said = about_batch(RunInfo(batch_size=64, noise_scale=math.inf))
+    assert "Batch 64; noise hides the gradient of so few samples" in said
 
 
 def test_noise_of_10_percent_accuses_nobody() -> None:
