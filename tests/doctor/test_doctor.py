@@ -196,6 +196,17 @@ def test_where_gloo_will_listen() -> None:
         assert gloo_address(environ, [["lo", "127.0.0.1"], ["eth0", "10.0.0.5"]], resolved) == expected
 
 
+def test_who_listens_at_a_port() -> None:
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        if family == socket.AF_INET6 and not Path("/proc/net/if_inet6").exists():
+            continue
+        with socket.create_server((address, 0), family=family) as server:
+            port = server.getsockname()[1]
+            assert facts.listening(["127.0.0.1", "::1"], port) == [address]
+            server.close()
+            assert facts.listening(["127.0.0.1", "::1"], port) == []
+
+
 def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The narrowest limit of the groups around a process counts, as far as it sees them."""
     outer, inner = tmp_path / "outer", tmp_path / "outer" / "inner"

@@ -258,6 +258,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(world_size: int) ->
     wrong: list[tuple[str, Callable[[], Any]]] = [
         (value, lambda: hvd.allreduce(one, average=True, op=hvd.Sum)),
         (value, lambda: hvd.allreduce(one, op=17)),
+        (value, lambda: hvd.grouped_allreduce([])),
         (value, lambda: hvd.allreduce(torch.ones(1, dtype=torch.bool), op=hvd.Max)),
         (value, lambda: hvd.allgather(torch.tensor(1))),
         (value, lambda: hvd.broadcast(one, world_size)),
