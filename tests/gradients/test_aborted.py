@@ -149,14 +149,14 @@ def test_after_control_c_nobody_trains_on_what_it_left(hosts: str, tmp_path: Pat
         assert seconds < patient(5.0), text
 
 
+def _oops() -> None:
+    raise LookupError("in the script's own hook")
+
+
 def _raise_after_the_last_bucket(rank: int, size: int, hosts: str) -> Any:
     here = _Rank(rank, hosts)
-
-    def oops() -> None:
-        raise LookupError("in the script's own hook")
-
     if rank == 1:
-        here.at_hook(_NUM_PARAMETERS, oops)
+        here.at_hook(_NUM_PARAMETERS, _oops)
     return [here.attempt(rank + 1.0) for _ in range(3)]
 
 
@@ -180,9 +180,6 @@ def _go_on_without_zero_grad(
     here = _Rank(rank, hosts, compression)
     said, gradients = [], [here.step(rank + 1.0), here.step(rank + 1.0)]
 
-    def oops() -> None:
-        raise LookupError("in the script's own hook")
-
     ways_out: list[Callable[[], object]] = [
         here.optimizer.zero_grad,
         lambda: here.optimizer.zero_grad(set_to_none=False),
@@ -192,7 +189,7 @@ def _go_on_without_zero_grad(
     lives_in_wires = CAN_SWAP and compression is None
     if not lives_in_wires:  # gradients outlive a broken reduction in their own tensors
         ways_out = [lambda: None]
-    here.at_hook(_NUM_PARAMETERS - 1, oops)
+    here.at_hook(_NUM_PARAMETERS - 1, _oops)
     for zero in ways_out:
         here.num_hooks = 0
         here.optimizer.zero_grad()
@@ -259,39 +256,30 @@ def _fork_and_interfere(rank: int, size: int, hosts: str) -> Any:
     with open(report) as pipe:
         said = json.loads(pipe.read())
     os.waitpid(child, 0)
-    gradients = [p.grad for p in here.model.parameters() if p.grad is not None]
-    values = {value for gradient in gradients for value in gradient.tolist()}
+    gradients = here.gradients()
     here.optimizer.step()
-    return said, sorted(values), here.step(), here.step(2.0)
+    return said, gradients, here.step(), here.step(2.0)
 
 
 def _interfere(here: _Rank) -> list[Any]:
     """What a child sees and is told that does with torchring all that it can do."""
-    gradients = [p.grad for p in here.model.parameters() if p.grad is not None]
-    said: list[Any] = [sorted({value for gradient in gradients for value in gradient.tolist()})]
+    inherited = here.gradients()
     here.optimizer.zero_grad(set_to_none=False)
     with here.optimizer.no_sync():
-        sum((parameter * 5.0).sum() for parameter in here.model.parameters()).backward()
-    said.append(sorted({value for gradient in gradients for value in gradient.tolist()}))
+        here.backward(5.0)
+    own = here.gradients()
     total = torch.ones(1)
-    for forbidden in (
+    forbidden: list[Callable[[], object]] = [
         lambda: here.step(7.0),
         lambda: torchring.all_reduce(total),
         lambda: torchring.all_reduce(total, async_op=True),
         here.optimizer.synchronize,
         here.optimizer.step,
-    ):
-        try:
-            said.append(repr(forbidden()))
-        except RingError as error:
-            said.append(str(error))
+    ]
+    said = [attempt(call) for call in forbidden]
     here.optimizer.close()
     torchring.shutdown()
-    try:
-        torchring.init()
-    except RingError as error:
-        said.append(str(error))
-    return said
+    return [inherited, own, *said, attempt(torchring.init)]
 
 
 @_on_two_of_them

@@ -24,10 +24,7 @@ from tests.support.training import (
     small_model,
     values,
 )
-from torchring.default_world import default_world
-from torchring.elastic.worker.membership import MembershipChange, MembershipVote
 from torchring.gradients.weights import check_weight
-from torchring.optimizer import rejoin
 
 
 def _samples(rank: int, step: int, micro: int) -> Tensor:
@@ -229,21 +226,6 @@ def test_skipping_a_backward_that_reaches_several_optimizers(rank: int) -> None:
         assert _first(a, b) == [3.0, 5.0]
 
 
-@ranks(2)
-def test_all_ranks_of_an_elastic_job_hear_in_one_step_that_ranks_are_to_change(rank: int) -> None:
-    (a, _), optimizer = _pair()
-    agreed: list[tuple[int, ...]] = []
-    world = default_world()
-    rejoin(optimizer, world, [MembershipVote(world, lambda: None, agreed.append)])
-    change, found = world.shared(MembershipChange), []
-    for leaving in ((), (1,), (0, 1)):
-        change.is_wanted, change.leaves = rank == 0 and bool(leaving), rank in leaving
-        a.sum().backward()
-        found.append(list(agreed))
-        agreed.clear()
-    assert found == [[], [(1,)], [(0, 1)]]
-
-
 @pytest.mark.parametrize("skips", [(0, 1), (1,)], ids=str)
 @ranks(2)
 def test_gradients_of_an_earlier_backward_stay_where_a_rank_skips(skips: Sequence[int], rank: int) -> None:
@@ -277,6 +259,7 @@ def _thawed_in_between(optimizer: Any, parameters: Sequence[nn.Parameter], rank:
 # What a script does before a backward of both parameters, and what is raised, on the rank that does it or on both.
 _REFUSED: dict[str, tuple[Callable[[Any, list[nn.Parameter], int], object], str]] = {
     "-1": (lambda o, _, __: o.weigh(-1), "a weight must be 0, or from 0.000976562 to 2.68435e+08, got -1"),
+    "a sum": (lambda *_: _pair(op="sum")[1].weigh(3), "weigh() takes op='mean'; with op='sum', multiply the loss"),
     "twice": (lambda o, _, __: [o.weigh(1), o.weigh(1)], "weigh() was called twice before one backward()"),
     "after an unweighted one": (
         lambda o, p, _: [_backward(o, p[0], is_local=True), o.weigh(1)],
@@ -309,14 +292,9 @@ def test_what_cannot_be_weighed_is_an_error(how: str, rank: int) -> None:
     (a, b), optimizer = _pair()
     script, said = _REFUSED[how]
     problem = attempt(lambda: [script(optimizer, [a, b], rank), (a + b).sum().backward()])
-    assert problem.startswith(f"{'ValueError' if how == '-1' else 'GradientError'}: {said}"), problem
+    assert problem.startswith(f"{'ValueError' if how in ('-1', 'a sum') else 'GradientError'}: {said}"), problem
     if how in ("forgotten on rank 1", "then an unweighted one"):
         assert attempt(optimizer.step).startswith("GradientError")
-
-
-@ranks(2)
-def test_sums_have_no_weights(rank: int) -> None:
-    assert attempt(lambda: _pair(op="sum")[1].weigh(3)).startswith("ValueError: weigh() takes op='mean'")
 
 
 def test_what_is_a_weight() -> None:
@@ -421,38 +399,6 @@ def test_odd_ways(rank: int) -> None:
     assert _first(a, b) == [2.0, None]
     optimizer.close()
 
-    (a, b), optimizer = _pair()
-    for _ in range(3):
-        optimizer.zero_grad(set_to_none=False)
-        (a + b).sum().backward()
-        optimizer.step()
-    _skip_on_1(rank, optimizer, a)
-    assert [*_first(a, b), attempt(optimizer.step)] == [2.0, 1.0, ""]
-    optimizer.close()
-
-    (a, b), optimizer = _pair()
-    _backward(optimizer, (a + b) * (rank + 1), 1 + 2 * rank, is_local=True)
-    optimizer.synchronize()
-    assert _first(a, b) == [1.75, 1.75]
-    ((a + b) * (rank + 1)).sum().backward()  # without a weight
-    assert _first(a, b) == [1.75 + 1.5, 1.75 + 1.5]
-
-    optimizer.zero_grad()
-    with optimizer.no_sync():
-        _skip_on_1(rank, optimizer, a + b)
-    optimizer.zero_grad()
-    if rank == 0:
-        a.grad = torch.full_like(a, 3.0)
-    optimizer.synchronize()
-    assert _first(a) == [1.5]
-    optimizer.close()
-
-    (a, b), optimizer = _pair()
-    (a + b).sum().backward()
-    optimizer.weigh(4)
-    with optimizer.no_sync():
-        assert "weights were given with gradients of an earlier step" in attempt((a + b).sum().backward)
-
 
 @ranks(2)
 def test_parameters_that_thaw(rank: int) -> None:
@@ -484,36 +430,6 @@ def test_a_weight_for_gradients_of_autograd_grad(inside: bool, shares: tuple[flo
         assert _first(a, b) == [expected, None]
         (a * (rank + 1)).sum().backward()  # without a weight
         assert _first(a) == [expected + 1.5]
-
-
-@ranks(2)
-def test_a_sparse_gradient_that_was_zeroed_in_place_is_no_result_of_an_earlier_step(rank: int) -> None:
-    """Rank 0 alone uses the embedding in the second step; the third finds its gradient neither dropped nor zeroed."""
-    words = nn.Embedding(3, 2, sparse=True, dtype=torch.float64)
-    with torch.no_grad():
-        words.weight.fill_(1.0)
-    one = nn.Parameter(torch.ones(()).double())
-    model = nn.ParameterDict({"words": words.weight, "one": one})
-    model["embedding"] = words  # type: ignore[assignment]
-    optimizer = torchring.wrap(torch.optim.SGD([words.weight, one], lr=1.0), model, accumulate=2)
-
-    def train(step: int) -> None:
-        for micro in range(2):
-            optimizer.weigh(1 + 2 * rank)
-            used = words(torch.tensor([micro])).sum() if step != 1 or rank == 0 else 0.0
-            (one + used).backward()
-        optimizer.step()
-
-    train(0)
-    problems = []
-    for step in range(1, 3):
-        if step == 1:
-            optimizer.zero_grad(set_to_none=False)
-        problems.append(attempt(lambda step=step: train(step)))
-    second, third = problems
-    assert second == ""
-    assert "weights were given with gradients of an earlier step in .grad" in third
-    assert words.weight.tolist() == [[0.5 - 0.125, 0.5 - 0.125], [0.5 - 0.125, 0.5 - 0.125], [1.0, 1.0]]
 
 
 @ranks(2)

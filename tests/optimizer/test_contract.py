@@ -245,17 +245,14 @@ def test_worlds_come_and_go_without_a_trace(how: str, options: dict[str, Any], r
     assert torchring.all_gather_object(digests) == [digests] * 2
 
 
-@pytest.mark.parametrize("compression", [None, "fp16"])
 @ranks(2)
-def test_stats_say_what_was_done(compression: Any, rank: int) -> None:
+def test_stats_say_what_was_done(rank: int) -> None:
     model = small_model(torch.float32)
-    optimizer = torchring.wrap(
-        momentum(model), model, compression=compression, algorithm="direct", overlap="thread", bucket_mb=TINY_MB
-    )
+    optimizer = torchring.wrap(momentum(model), model, algorithm="direct", overlap="thread", bucket_mb=TINY_MB)
     train(Side((rank,), True), model, optimizer, range(3))
     stats = optimizer.stats()
     assert (stats.algorithm, stats.overlap, stats.num_reductions) == ("direct", "thread", 3)
     assert stats.num_buckets > 1
-    assert stats.bytes_per_step >= sum(p.numel() for p in model.parameters()) * (2 if compression else 4)
+    assert stats.bytes_per_step >= 4 * sum(p.numel() for p in model.parameters())
     assert stats.communication_ms > 0
     assert 0 <= stats.overlap_ratio <= 1

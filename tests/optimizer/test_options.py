@@ -93,11 +93,9 @@ _IGNORE: Final = "ValueError: ignore has "
 # What is called, and what the error says.
 _BAD: Final[dict[str, tuple[Call, str]]] = {
     "op": (_wrap(op="average"), "ValueError: op .*'mean'.*'sum'.*'average'"),
-    "op None": (_wrap(op=None), "ValueError: op .*None"),
     "algorithm": (_wrap(algorithm="tree"), "ValueError: algorithm .*'direct'.*'ring'.*'tree'"),
     "compression": (_wrap(compression="int8"), "ValueError: compression .*'fp16'.*'bf16'.*'int8'"),
     "compression dtype": (_wrap(compression=torch.float16), "ValueError: compression .*torch.float16"),
-    "compression list": (_wrap(compression=["fp16"]), r"ValueError: compression .*\['fp16'\]"),
     "overlap": (_wrap(overlap=True), "ValueError: overlap .*'inline'.*'thread'.*True"),
     "inline": (_wrap(overlap="inline", algorithm="native"), "ValueError: .*algorithm='direct'.*'native'"),
     "bucket_mb negative": (_wrap(bucket_mb=-1), "ValueError: bucket_mb .*-1"),
@@ -105,7 +103,6 @@ _BAD: Final[dict[str, tuple[Call, str]]] = {
     "bucket_mb text": (_wrap(bucket_mb="25"), "(Value|Type)Error: bucket_mb .*'25'"),
     "accumulate 0": (_wrap(accumulate=0), "ValueError: accumulate .*0"),
     "accumulate 1.5": (_wrap(accumulate=1.5), "(Value|Type)Error: accumulate .*1.5"),
-    "accumulate None": (_wrap(accumulate=None), "(Value|Type)Error: accumulate .*None"),
     "on_nonfinite": (
         _wrap(on_nonfinite="stop"),
         "ValueError: on_nonfinite must be one of 'raise', 'skip', 'ignore', got 'stop'",
@@ -139,7 +136,6 @@ _BAD: Final[dict[str, tuple[Call, str]]] = {
     "half foreign": (_half_foreign, r"ValueError: group1.param0.*\(7, 3\)"),
     "foreign tensor": (_with_member(lambda _: nn.Parameter(torch.zeros(3, 9))), r"ValueError: .*\(3, 9\)"),
     "non-leaf": (_with_member(lambda model: model[0].weight * 2, False), "(Value|Type)Error: .*param4.*leaf"),
-    "non-leaf, model": (_with_member(lambda model: model[0].weight * 2), "(Value|Type)Error: .*param4"),
     "not a tensor": (_with_member(lambda _: 3.5, False), "(Value|Type)Error: .*param4.*(float|3.5)"),
     "twice": (_with_member(lambda model: model[2].bias), "ValueError: .*2.bias.*(twice|again|dupl)"),
     "sparse buffer": (
@@ -260,7 +256,7 @@ def test_a_rank_with_another_model_or_option_is_named_on_every_rank(rank: int) -
 
 @ranks(2)
 def test_other_ways_with_what_is_not_finite(rank: int) -> None:
-    """ "ignore"; a sparse gradient; one that the script mends; a GradScaler."""
+    """ "ignore"; a sparse gradient; one that the script mends."""
     x = torch.ones(1, 3) * (float("nan") if rank == 1 else 1.0)
 
     model = nn.Linear(3, 2)
@@ -289,13 +285,6 @@ def test_other_ways_with_what_is_not_finite(rank: int) -> None:
     before = values(model)
     optimizer.step()
     assert all(bool((p != old).all()) for p, old in zip(model.parameters(), before, strict=True))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
-    for step in range(3):
-        optimizer.zero_grad()
-        scaler.scale(model(x if step == 1 else torch.ones(1, 3)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert (scaler.get_scale(), optimizer.stats().num_skipped_steps) == (2.0, 0)  # the scaler has skipped it by itself
 
 
 def test_a_world_of_one_skips_too() -> None:

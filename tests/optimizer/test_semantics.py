@@ -18,13 +18,11 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import torchring
 from tests.support.checks import assert_same_on_all_ranks, assert_within_rounding, digest
-from tests.support.harness import ranks, run_pooled, run_ranks
+from tests.support.harness import run_pooled
 from tests.support.scripts import (
     KINDS,
     ORDERS,
@@ -123,20 +121,6 @@ def _restrided(side: Side) -> Sequence[Any]:
             model.to(memory_format=torch.channels_last)
         train(side, model, optimizer, [step], loss)
         assert all(p.grad is not None and p.grad.stride() == p.stride() for p in model.parameters())
-    return values(model)
-
-
-def _thawed_on_accumulation(side: Side) -> Sequence[Any]:
-    model = small_model()
-    model[0].requires_grad_(False)
-    optimizer = side.wrap(momentum(model), model, accumulate=2)
-    for step in range(4):
-        if step == 2:
-            model[0].requires_grad_(True)
-        optimizer.zero_grad()
-        for at in (10 * step, 10 * step + 1):
-            side.mean(lambda rank, at=at: loss_on(model, rank, at)).backward()
-        optimizer.step()
     return values(model)
 
 
@@ -258,58 +242,6 @@ def _sam(side: Side, how: str) -> list[Any]:
     return values(model)
 
 
-# Features of PyTorch that change what a parameter is, or how its gradient comes about
-
-
-class _Symmetric(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.triu() + weight.triu(1).T
-
-
-def _parametrized(side: Side) -> Sequence[Tensor]:
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    parametrize.register_parametrization(model[0], "weight", _Symmetric())
-    parametrizations.orthogonal(model[2])
-    train(side, model, side.wrap(momentum(model), model), range(4))
-    return values(model)
-
-
-def _functional(side: Side) -> Sequence[Tensor]:
-    """torch.func: a call of the module with its parameters as arguments, and gradients per sample within the loss."""
-    model = small_model()
-
-    def loss(rank: int, step: int) -> Tensor:
-        parameters = dict(model.named_parameters())
-        x, y = batch(rank, step)
-
-        def of_sample(x: Tensor, y: Tensor) -> Tensor:
-            return nn.functional.mse_loss(torch.func.functional_call(model, parameters, (x,)), y)
-
-        slopes = torch.func.vmap(torch.func.grad(of_sample))(x, y)
-        return torch.func.vmap(of_sample)(x, y).mean() + 0.1 * slopes.square().mean()
-
-    train(side, model, side.wrap(momentum(model), model), range(4), loss)
-    return values(model)
-
-
-def _averaged(side: Side) -> Sequence[Tensor]:
-    """SWA and an EMA of the parameters, and BatchNorm statistics for the average."""
-    model = small_model()
-    averages = AveragedModel(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = side.wrap(momentum(model), model)
-    for step in range(4):
-        train(side, model, optimizer, [step])
-        if step == 1 and 0 in side.mine:  # nothing is sent for a copy of the model: a rank may use it as it likes
-            loss_on(copy.deepcopy(model), 0, 0).backward()
-        for average in averages:
-            average.update_parameters(model)
-    norm = nn.Sequential(averages[0].module, nn.BatchNorm1d(2, dtype=torch.float64))
-    update_bn([batch(0, step)[0] for step in range(2)], norm)
-    assert norm[1].running_mean is not None
-    return [*values(averages[0]), *values(averages[1]), norm[1].running_mean]
-
-
 def _elsewhere(side: Side, algorithm: str) -> Sequence[Any]:
     """What torchring makes for itself on the host does not follow torch.set_default_device."""
     model = small_model()
@@ -347,11 +279,9 @@ def _elsewhere(side: Side, algorithm: str) -> Sequence[Any]:
 
 _OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
     "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
     "adamw tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "differentiated groups": lambda p: torch.optim.SGD([{"params": [q], "lr": 0.1 / (i + 1)} for i, q in enumerate(p)]),
 }
 
@@ -363,7 +293,6 @@ def _with_optimizer(side: Side, name: str) -> Sequence[Any]:
 
 
 _SCHEDULERS: Final[dict[str, Callable[[Any], LRScheduler]]] = {
-    "step": lambda it: StepLR(it, step_size=2, gamma=0.5),
     "one cycle": lambda it: OneCycleLR(it, max_lr=0.2, total_steps=8),
     "plateau": lambda it: ReduceLROnPlateau(it, factor=0.5, patience=1),
     "sequential": lambda it: SequentialLR(it, [LambdaLR(it, lambda n: 0.1 * (n + 1)), StepLR(it, 1, 0.9)], [2]),
@@ -493,15 +422,12 @@ def _zeroed(side: Side, way: str) -> Sequence[Any]:
     return [*seen, *values(model)]
 
 
-def _clipped(side: Side, kind: str) -> Sequence[Any]:
+def _clipped(side: Side) -> Sequence[Any]:
     model = small_model()
     norms: list[Any] = []
 
     def clip(step: int) -> None:
-        if kind == "value":
-            nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        else:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=kind == "foreach"))
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
 
     train(side, model, side.wrap(momentum(model), model), range(3), before_step=clip)
     return [*norms, *values(model)]
@@ -640,7 +566,6 @@ CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
             for none in (True, False)
         },
         **{f"freezing {plan}": (frozen, plan) for plan in ("ffttt", "ttfff", "ttfftt", "fttff", "ftftft")},
-        "unfreezing with micro-steps": (_thawed_on_accumulation,),
         "summed": (summed, None),
     },
     "sparse": {
@@ -673,9 +598,6 @@ CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "layers, native": (ordered, "another each step", _NATIVE),
     },
     "PyTorch": {
-        "parametrizations": (_parametrized,),
-        "torch.func": (_functional,),
-        "SWA and EMA": (_averaged,),
         "default device": (_elsewhere, "direct"),
         "default device, native": (_elsewhere, "native"),
     },
@@ -696,7 +618,7 @@ CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
     },
     "zeroing and clipping": {
         **{way: (_zeroed, way) for way in _ZEROING},
-        **{f"clip, {kind}": (_clipped, kind) for kind in ("foreach", "loop", "value")},
+        "clip": (_clipped,),
     },
     "closures": {
         kind: (_closure, kind) for kind in ("sgd", "sgd, a number", "lbfgs", "lbfgs, wolfe", "lbfgs, a rank skips")
@@ -759,15 +681,3 @@ def test_mixed_dtypes(options: dict[str, Any]) -> None:
         assert_within_rounding(gradient, parts.sum(0), parts.abs().sum(0), 1, gradient.dtype)
     with pytest.raises(AssertionError):  # the ranks' own gradients do differ
         assert_same_on_all_ranks([digest(local) for local, _, _ in results])
-
-
-@ranks(2, start=run_ranks)
-def test_a_wrapped_model_is_compiled_without_a_graph_break(rank: int) -> None:
-    """And so is the same model that is not wrapped."""
-    torch._dynamo.reset()
-    counts = []
-    for side in (Side((rank,), False), Side((rank,), True)):
-        model = small_model()
-        train(side, model, side.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model), range(2))
-        counts.append(torch._dynamo.explain(model)(batch(rank, 0)[0]).graph_break_count)
-    assert counts == [0, 0]

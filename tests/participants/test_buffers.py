@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,15 +190,6 @@ def test_a_change_before_a_step_that_is_left_out_is_not_forgotten(rank: int) -> 
         assert model.scale.tolist() == [1.5 if step else 1.0 + rank] * 2
 
 
-@ranks(2)
-def test_statistics_of_layers_that_are_no_batchnorm(rank: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 2), torch.jit.trace(nn.BatchNorm1d(2), torch.ones(3, 2)))
-    _step(_wrapped(model), model(norm_batch(rank, 0, torch.float32)).square().mean())
-    assert len(list(model.buffers())) == 3
-    assert_same_everywhere(model.buffers())
-    assert all(float(each.double().square().sum()) > 0 for each in model.buffers())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @ranks(3)
 def test_values_as_large_as_can_be(dtype: torch.dtype, rank: int) -> None:
@@ -361,30 +351,6 @@ def test_buffers_are_equal_after_a_step_that_is_skipped(rank: int) -> None:
     _step(optimizer, model(norm_batch(rank, 0, torch.float32)).square().mean() * (torch.nan if rank else 1.0))
     assert optimizer.stats().num_skipped_steps == 1
     assert_same_everywhere(model.buffers())
-
-
-@ranks(2)
-def test_a_graph_may_be_used_again_until_the_step(rank: int) -> None:
-    model = norm_model()
-    optimizer = _wrapped(model)
-    loss = model(norm_batch(rank, 0)).square().mean()
-    loss.backward(retain_graph=True)
-    _step(optimizer, loss)
-
-
-@ranks(2)
-def test_ranks_have_the_same_buffers(rank: int) -> None:
-    """Or they are not looked at."""
-    for mode, said in (
-        ("mean", "PlanMismatchError: .*buffer 0: rank 0 has of_rank_0 float32 .2,. own; rank 1 has of_rank_1"),
-        (None, "^$"),
-    ):
-        model = norm_model()
-        model.register_buffer(f"of_rank_{rank}", torch.zeros(2))
-        found = attempt(
-            lambda model=model, mode=mode: _wrapped(model, sync_initial_state=False, sync_buffers=mode).close()
-        )
-        assert re.search(f"(?s){said}", found), found
 
 
 def test_what_nobody_can_write_to_is_left_out() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import resource
-import types
 
 import pytest
 import torch
@@ -65,26 +64,6 @@ def test_free_memory_between_blocks_in_use_is_given_back_where_it_is_more_than_g
     left = (heap._resident_bytes() - before) // MIB
     assert freed > 28 * num_blocks, "glibc by itself keeps it"
     assert (left < 20) if freed > 60 + 2 * 61 else (left > 28 * num_blocks)
-
-
-def test_memory_that_every_step_needs_is_given_back_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, gave_back = 0.0, []
-
-    def resident() -> int:
-        """Little after the first step and after giving back; at any other look, each step has taken it again."""
-        is_little = now == 0.0 or gave_back[-1:] == [now]
-        if not is_little:
-            gave_back.append(now)
-        return 10 if is_little else 1000
-
-    monkeypatch.setattr(heap, "time", types.SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(heap, "_resident_bytes", resident)
-    for name, value in {"bound_bytes": 100, "lowest_bytes": None, "pause_seconds": 0.1, "next_look": 0.0}.items():
-        monkeypatch.setattr(heap, f"_{name}", value)
-    for step in range(600):
-        now = step / 10
-        heap.give_back()
-    assert 4 < len(gave_back) < 12, gave_back
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp import ShardingStrategy as Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -60,16 +59,6 @@ def _later(around: Callable[[Any], Any], steps: int = 0) -> Mistake:
     return make
 
 
-class _Mine(DistributedDataParallel):
-    pass
-
-
-def _with_a_hook(model: nn.Module) -> nn.Module:
-    net = DistributedDataParallel(model)
-    net.register_comm_hook(None, default_hooks.allreduce_hook)
-    return net
-
-
 def _parameters_added_later(model: Any, wrap: Callable[..., Any], rank: int) -> None:
     part = nn.Linear(2, 2).double()
     net = DistributedDataParallel(part)
@@ -98,10 +87,8 @@ _MISTAKES: Final[list[tuple[Mistake, str, str, str]]] = [
     (_first(_DDP, is_given=False), "ValueError", "group0.param0", "DistributedDataParallel"),
     (lambda model, wrap, rank: wrap(_DDP(model)), "ValueError", "the model", "DistributedDataParallel"),
     (_first(lambda model: _DDP(model[2])), "ValueError", "2.weight", "DistributedDataParallel"),
-    (_first(_Mine), "ValueError", "0.weight", "Mine"),
     (_later(_DDP), "GradientError", "0.weight", "DistributedDataParallel"),
-    # When buckets have been laid out anew.
-    (_later(_with_a_hook, steps=3), "GradientError", "0.weight", "DistributedDataParallel"),
+    (_later(_DDP, steps=3), "GradientError", "0.weight", "DistributedDataParallel"),  # buckets were laid out anew
     (_later(replicate), "GradientError", "0.weight", "DistributedDataParallel"),
     (_parameters_added_later, "ValueError", "group1.param0", "DistributedDataParallel"),
     (_parameters_thawed_later, "GradientError", "4.weight", "DistributedDataParallel"),
@@ -128,15 +115,6 @@ def _told_to_ignore(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(both)
 
 
-def _refused_by_ddp(model: nn.Module) -> Exception | None:
-    """An exception, which holds the half-made DDP."""
-    try:
-        DistributedDataParallel(model, device_ids=[0, 1])
-    except ValueError as error:
-        return error
-    return None
-
-
 # What is done to the model before it is wrapped, and after that. What it returns is kept.
 _NO_MISTAKES: Final[list[tuple[Callable[[nn.Module], object], Callable[[nn.Module], object]]]] = [
     (lambda model: DistributedDataParallel(model) and None, lambda model: None),
@@ -144,7 +122,6 @@ _NO_MISTAKES: Final[list[tuple[Callable[[nn.Module], object], Callable[[nn.Modul
     (_drop_in_a_cycle, lambda model: None),
     (lambda model: DistributedDataParallel(small_model()), lambda model: None),
     (_told_to_ignore, lambda model: None),
-    (_refused_by_ddp, lambda model: None),
 ]
 
 

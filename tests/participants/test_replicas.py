@@ -6,7 +6,7 @@ For what changes them, and what optimizers must have in common, see optimizer/te
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final
@@ -20,81 +20,25 @@ from tests.support.checks import assert_same_everywhere, digest, logged
 from tests.support.harness import ranks
 from tests.support.training import TINY_MB, Side, attempt, loss_on, momentum, small_model, train
 from torchring.errors import GradientError
-from torchring.gradients.reduction import Reduction, Said
 from torchring.participants import replicas
-
-# When replicas are compared
-
-
-class CountingCheck(replicas.ReplicaCheck):
-    """Of parameters in this process; comparisons are counted instead of made."""
-
-    def __init__(self, num_parameters: int) -> None:
-        self.parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(num_parameters)]
-        names, sgd = {p: f"p{i}" for i, p in enumerate(self.parameters)}, torch.optim.SGD(self.parameters)
-        super().__init__(None, SimpleNamespace(world=None, names=names, optimizer=sgd, model=None, is_sharded=False))  # type: ignore[arg-type]
-        self.num_checks = 0
-
-    def compare(self) -> None:
-        self.num_checks += 1
-
-    def write(self, *indices: int) -> None:
-        with torch.no_grad():
-            for index in indices:
-                self.parameters[index].add_(1)
-
-    def step(self) -> None:
-        """What DistributedOptimizer.step() does: it asks, writes to all parameters, and accepts. That is no change."""
-        self.has_changed()
-        self.write(*range(len(self.parameters)))
-        self.accept()
-
-    def finish_reduction(self, number: int = 0, *, alarmed: bool = False) -> None:
-        self.on_reduced(Reduction(number, said=Said({"parameters_changed": [alarmed]})))
-
-
-def test_a_change_is_remembered_until_all_ranks_were_told() -> None:
-    """Between the reduction that could not tell and the next one lies a step, which accepts what parameters are."""
-    check = CountingCheck(3)
-    check.write(0)
-    assert not check.has_changed()  # nothing is watched before the first step: the first reduction compares anyway
-    for _ in range(4):
-        check.step()
-        assert not check.has_changed()
-    check.finish_reduction(alarmed=True)  # of another rank
-    assert not check.has_changed()
-    check.write(1)
-    check.step()
-    assert check.has_changed()
-    check.finish_reduction()  # a reduction whose message was sent before
-    assert check.has_changed()
-    check.finish_reduction(alarmed=True)
-    assert not check.has_changed()
 
 
 def test_of_many_parameters_some_are_watched_all_over_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_WATCHED", 8)
     for count in (1, 8, 9, 16, 100):
-        check, watched = CountingCheck(count), []
-        for index in range(count):
-            check.step()
-            check.write(index)
+        parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(count)]
+        names, sgd = {p: f"p{i}" for i, p in enumerate(parameters)}, torch.optim.SGD(parameters)
+        setup: Any = SimpleNamespace(world=None, names=names, optimizer=sgd, model=None, is_sharded=False)
+        watched = []
+        for index, parameter in enumerate(parameters):
+            check = replicas.ReplicaCheck(None, setup)  # type: ignore[arg-type]
+            check.accept()
+            with torch.no_grad():
+                parameter.add_(1)
             if check.has_changed():
                 watched.append(index)
-                check.finish_reduction(alarmed=True)
         assert 0 < len(watched) <= 8
         assert max(b - a for a, b in itertools.pairwise([*watched, count])) <= 1 + count // 8
-
-
-def test_alarms_are_followed_up_ever_more_rarely_and_the_rhythm_goes_on() -> None:
-    for has_alarms, expected in ((True, [0, 1, 2, 4, 8, 16, 32, 64, 100, 128, 200]), (False, [0, 100, 200])):
-        check, due = CountingCheck(1), []
-        for turn in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
-            before = check.num_checks
-            check.finish_reduction(turn, alarmed=has_alarms and turn > 0)
-            if check.num_checks > before:
-                due.append(turn)
-        assert due == expected
 
 
 # A change on one rank
@@ -186,21 +130,6 @@ def _all_sparse(rank: int, options: dict[str, Any]) -> Watched:
     )
 
 
-def _beside_another_optimizer(rank: int, options: dict[str, Any]) -> Watched:
-    """Each of which watches its own."""
-    models = [small_model(), small_model()]
-    first, second = (torchring.wrap(momentum(model), model, **options) for model in models)
-
-    def loss(rank: int, step: int) -> torch.Tensor:
-        return loss_on(models[0], rank, step) + loss_on(models[1], rank, step)
-
-    def train_step(step: int) -> None:
-        first.zero_grad()
-        train(Side((rank,), True), models[1], second, [step], loss, lambda step: first.step())
-
-    return Watched(models[1], train_step, lambda: _add(models[1][2].bias))
-
-
 _RHYTHM: Final = 12
 CHANGES: Final[dict[str, Callable[[int, dict[str, Any]], Watched]]] = {
     "in place": _watched(latest=0),
@@ -217,7 +146,6 @@ CHANGES: Final[dict[str, Callable[[int, dict[str, Any]], Watched]]] = {
     "between backward and step": _watched(is_between=True),
     "with a closure": _with_a_closure,
     "all sparse": _all_sparse,
-    "beside another optimizer": _beside_another_optimizer,
     "among the same changes": _watched(latest=_RHYTHM, clips=True),
 }
 
@@ -285,11 +213,16 @@ def test_replicas_that_differ_from_the_beginning(rank: int) -> None:
         optimizer.close()
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [((), [0, 5, 10]), ((3,), [0, 3, 5, 10]), (range(2, 12), [0, 2, 3, 5, 9, 10])],
+    ids=["none", "one", "always"],
+)
 @ranks(2)
-def test_replicas_that_nobody_changes_are_compared_by_the_rhythm_only(
-    rank: int, monkeypatch: pytest.MonkeyPatch
+def test_replicas_are_compared_by_a_rhythm_and_after_changes_ever_more_rarely(
+    changes: Sequence[int], expected: list[int], rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that all ranks leave out are no reason, either: a GradScaler does, and a script that accumulates."""
+    """Steps that all ranks leave out are no reason: a GradScaler does, and a script that accumulates."""
     checks: list[int] = []
     monkeypatch.setattr(replicas, "STEPS_BETWEEN_CHECKS", 5)
     monkeypatch.setattr(replicas.ReplicaCheck, "compare", lambda self: checks.append(step))
@@ -297,10 +230,13 @@ def test_replicas_that_nobody_changes_are_compared_by_the_rhythm_only(
     optimizer = torchring.wrap(momentum(model), model)
     for step in range(12):
         optimizer.zero_grad()
+        if step in changes:
+            with torch.no_grad():
+                model[0].weight.mul_(1.0)
         loss_on(model, rank, step).backward()
         if step % 3:
             optimizer.step()
-    assert checks == [0, 5, 10]
+    assert checks == expected
     assert_same_everywhere(model.parameters())
 
 
