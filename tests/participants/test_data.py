@@ -99,7 +99,6 @@ MISTAKES: dict[str, tuple[Callable[[int, int], Batches], str]] = {
         lambda r, n: epochs(sharded(table(), rank=0)),
         "made for rank 0 of 2, and this is rank 1 of 2",
     ),
-    "one replica": (lambda r, n: epochs(sharded(table(), num_replicas=1, rank=0)), "made for rank 0 of 1"),
     "iterable read whole": (lambda r, n: epochs(DataLoader(Stream(), _BATCH)), "whole of Stream.*torchring.data.shard"),
     "iterable read whole by two workers": (
         lambda r, n: epochs(DataLoader(Stream(), _BATCH, num_workers=2)),
@@ -142,7 +141,6 @@ HARMLESS: dict[str, Callable[[int, int], Batches]] = {
     "equal times first": lambda r, n: (
         (torch.full((4,), float(i)), torch.randn(4, 8)) for i in range(24) if seeded(99 * i + r)
     ),
-    "positions first": lambda r, n: ((torch.arange(8), torch.randn(4, 8)) for i in range(24) if seeded(99 * i + r)),
     "iterable by rank": lambda r, n: epochs(DataLoader(Stream(first=r, of=n), _BATCH)),
     "iterable by rank and worker": lambda r, n: epochs(
         DataLoader(Stream(by_worker=True, first=r, of=n), _BATCH, num_workers=2)

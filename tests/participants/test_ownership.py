@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp import ShardingStrategy as Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as plain
 
@@ -34,12 +33,10 @@ def _train(net: nn.Module, optimizer: Any, rank: int, steps: int = 1) -> None:
     train(Side((rank,), True), net, optimizer, range(steps))
 
 
-def _fsdp(model: nn.Module, use_orig_params: bool, strategy: Shard = Shard.FULL_SHARD) -> nn.Module:
+def _fsdp(model: nn.Module, use_orig_params: bool) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return FullyShardedDataParallel(
-            model, use_orig_params=use_orig_params, sharding_strategy=strategy, device_id=torch.device("cpu")
-        )
+        return FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
 
 
 # With a model, and `wrap(*given)`, which wraps an optimizer of it.
@@ -57,15 +54,6 @@ def _later(around: Callable[[Any], Any], steps: int = 0) -> Mistake:
         _train(around(model), optimizer, rank)
 
     return make
-
-
-def _parameters_added_later(model: Any, wrap: Callable[..., Any], rank: int) -> None:
-    part = nn.Linear(2, 2).double()
-    net = DistributedDataParallel(part)
-    optimizer = wrap(model)
-    _train(model, optimizer, rank, steps=2)
-    optimizer.add_param_group({"params": list(part.parameters())})
-    _train(nn.Sequential(model, net), optimizer, rank)
 
 
 def _parameters_thawed_later(model: Any, wrap: Callable[..., Any], rank: int) -> None:
@@ -90,12 +78,10 @@ _MISTAKES: Final[list[tuple[Mistake, str, str, str]]] = [
     (_later(_DDP), "GradientError", "0.weight", "DistributedDataParallel"),
     (_later(_DDP, steps=3), "GradientError", "0.weight", "DistributedDataParallel"),  # buckets were laid out anew
     (_later(replicate), "GradientError", "0.weight", "DistributedDataParallel"),
-    (_parameters_added_later, "ValueError", "group1.param0", "DistributedDataParallel"),
     (_parameters_thawed_later, "GradientError", "4.weight", "DistributedDataParallel"),
     (_fsdp_first(True), "ValueError", "group0.param0", _FSDP),
     (_fsdp_first(False), "ValueError", "group0.param0", _FSDP),
     (_later(lambda model: _fsdp(model, True)), "GradientError", "0.weight", _FSDP),
-    (_later(lambda model: _fsdp(model, True, Shard.NO_SHARD)), "GradientError", "0.weight", _FSDP),
     (_later(lambda model: _fsdp(model, False)), "GradientError", "0.weight", _OTHER),
     (_first(fully_shard, is_given=False), "ValueError", "group0.param0", "DTensor"),
     (_first(fully_shard), "ValueError", "the model", "FSDPSequential"),
