@@ -10,6 +10,7 @@ import functools
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
