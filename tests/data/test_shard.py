@@ -44,18 +44,6 @@ def test_other_ways_to_start_workers() -> None:
     assert sorted(DataLoader(part, None, num_workers=2, multiprocessing_context="forkserver")) == [1, 3, 5, 7]
 
 
-@pytest.mark.platforms
-def test_streams_of_hugging_face() -> None:
-    """Ranks have files of their own where they can have equally many, and otherwise leave out elements."""
-    import datasets  # takes seconds
-
-    for num_shards in (4, 3):
-        rows = datasets.Dataset.from_dict({"n": [*range(22)]}).to_iterable_dataset(num_shards=num_shards)
-        parts = [shard(rows, rank=rank, size=2) for rank in range(2)]
-        found = [sorted(row["n"] for row in DataLoader(part, None, num_workers=2)) for part in parts]
-        assert sorted(found[0] + found[1]) == [*range(22)]
-
-
 def test_state() -> None:
     def loaders(num_workers: int) -> list[StatefulDataLoader[int]]:
         parts = [shard([*range(20)], rank=rank, size=2) for rank in range(2)]

@@ -89,18 +89,6 @@ def test_what_torchring_has_not_is_missing_under_the_name_that_was_asked_for(ins
     assert (name == "horovod.keras") is ("torchring has horovod.torch only" in str(caught.value))
 
 
-def test_an_error_inside_a_module_of_torchring_is_told_as_it_is(
-    installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "faulty_part.py").write_text("import no_such_module_anywhere")
-    import torchring.horovod
-
-    monkeypatch.setattr(torchring.horovod, "__path__", [*torchring.horovod.__path__, str(tmp_path)])
-    with pytest.raises(ModuleNotFoundError, match="'no_such_module_anywhere'"):
-        import_module("horovod.torch.faulty_part")
-    sys.modules.pop("torchring.horovod.faulty_part", None)
-
-
 def test_other_parts_come_from_a_horovod_that_is_installed(horovod: Path, installed: None) -> None:
     threads = import_module("horovod.runner.util.threads")
     assert threads.kind == "real"
@@ -175,14 +163,3 @@ def test_the_path_and_sitecustomize_of_the_site_still_count(tmp_path: Path) -> N
     assert imported == []  # a start of Python costs no import of torch
     (tmp_path / "sitecustomize.py").write_text("1 / 0\n")
     assert "ZeroDivisionError" in run("-c", "import horovod", env=with_aliases(environ)).stderr  # as Python has it
-
-
-def test_the_context_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchring.horovod.builds import env
-
-    monkeypatch.setenv("TORCHRING_TEST_A", "before")
-    with env(TORCHRING_TEST_A="inside", TORCHRING_TEST_B="new", TORCHRING_TEST_C=None):
-        assert (os.environ["TORCHRING_TEST_A"], os.environ["TORCHRING_TEST_B"]) == ("inside", "new")
-        assert "TORCHRING_TEST_C" not in os.environ
-    assert os.environ["TORCHRING_TEST_A"] == "before"
-    assert "TORCHRING_TEST_B" not in os.environ

@@ -243,6 +243,8 @@ def test_what_ranks_disagree_about_is_named_on_all_of_them(rank: int, world_size
         ("op", lambda: hvd.allreduce(torch.ones(2), name="x", op=hvd.Min if odd else hvd.Max)),
         ("prescale_factor", lambda: hvd.allreduce(torch.ones(2), name="x", prescale_factor=2.0 if odd else 1.0)),
         ("root rank", lambda: hvd.broadcast(torch.ones(2), int(odd), name="x")),
+        ("dtype", lambda: hvd.allreduce(torch.ones(2, dtype=torch.float64 if odd else torch.float32), name="x")),
+        ("shape", lambda: hvd.allgather(torch.ones(1 + rank, 3 if odd else 2), name="x")),
         ("shape", lambda: hvd.alltoall(torch.ones(world_size, 3 if odd else 2), name="x")),
         ("number of tensors", lambda: hvd.grouped_allreduce([torch.ones(2)] * (2 if odd else 1), name="x")),
     ]
@@ -272,6 +274,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(world_size: int) ->
         (value, lambda: hvd.grouped_allreduce_([one, torch.ones(2), one])),
         ("TypeError", lambda: hvd.allreduce([1.0])),  # type: ignore[arg-type]
         (value, lambda: hvd.allreduce(one, process_set=hvd.ProcessSet([0]))),
+        (value, lambda: hvd.DistributedOptimizer(torch.optim.SGD([one]), process_set=hvd.ProcessSet([0]))),
         (value, lambda: hvd.ProcessSet(["a"])),
         (value, lambda: hvd.broadcast_parameters(one, 0)),  # type: ignore[arg-type]
         (value, lambda: hvd.init(comm=[0] if world_size > 1 else [0, 1])),

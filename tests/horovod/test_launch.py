@@ -18,12 +18,11 @@ import pytest
 from tests.support.harness import patient
 from torchring.errors import TopologyError
 from torchring.horovod import runner, settings
-from torchring.horovod.exceptions import HorovodVersionMismatchError, HostsUpdatedInterrupt
+from torchring.horovod.exceptions import HorovodVersionMismatchError
 from torchring.horovod.settings import Settings, read_settings
-from torchring.launch import jobs
 from torchring.launch.hosts import Host
 from torchring.launch.output import OutputOptions
-from torchring.rendezvous.environment import LaunchEnvironment, describe_parent, parent_rank, read_environment
+from torchring.rendezvous.environment import LaunchEnvironment, read_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,22 +71,12 @@ def test_what_means_nothing_is_named_once_in_a_process(monkeypatch: pytest.Monke
         read_settings({"HOROVOD_AUTOTUNE": "1", "HOROVOD_TYPO": "1"})
 
 
-def test_exceptions_travel() -> None:
-    assert pickle.loads(pickle.dumps(HostsUpdatedInterrupt(True))).skip_sync is True
-    other = pickle.loads(pickle.dumps(HorovodVersionMismatchError("torch", "2.1", "2.0")))
-    assert (other.name, other.version, other.installed_version) == ("torch", "2.1", "2.0")
-    assert "2.0" in str(other)
+def test_an_exception_travels() -> None:
+    found = pickle.loads(pickle.dumps(HorovodVersionMismatchError("torch", "2.1", "2.0")))
+    assert (found.name, found.version, found.installed_version) == ("torch", "2.1", "2.0")
 
 
 # ---- horovodrun's command line
-
-
-def test_other_hosts_get_horovods_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
-    monkeypatch.setenv("TORCHRING_TEST", "not for them")
-    forwarded = jobs._forwarded({"HOROVOD_TIMELINE": "t"})
-    assert (forwarded["HOROVOD_CYCLE_TIME"], forwarded["HOROVOD_TIMELINE"]) == ("5", "t")
-    assert "TORCHRING_TEST" not in forwarded
 
 
 def test_a_script_that_is_not_edited(tmp_path: Path) -> None:
@@ -203,21 +192,13 @@ def test_where_and_how_the_processes_start(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(runner, "start", start)
     monkeypatch.setattr(runner, "is_here", lambda name: name != "far")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "hosts").write_text("near slots=2\n")
-    for options in (
-        {"hosts": "near:1,far:1", "ssh_port": 7, "network_interfaces": "eth0", "output_filename": "logs"},
-        {"hostfile": tmp_path / "hosts"},
-        {"use_gloo": True},
-    ):
-        with pytest.raises(RuntimeError, match=r"ranks 0, 1 returned nothing.* exit code 3"):
-            runner.run(leave_with, num_proc=2, **options)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"ranks 0, 1 returned nothing.* exit code 3"):
+        runner.run(
+            leave_with, np=2, hosts="near:1,far:1", ssh_port=7, network_interfaces="eth0", output_filename="logs"
+        )
     sockets = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-    logs = OutputOptions(log_dir="logs")
-    far, near, here = seen
-    assert far == (tmp_path, 2, [Host("near", 1), Host("far", 1)], sockets, logs, ["-p", "7"])  # shared folder
-    assert near[0] != tmp_path
-    assert near[1:4] == (2, [Host("near", 2)], {})
-    assert here[2:4] == (None, {})
+    logs, hosts = OutputOptions(log_dir="logs"), [Host("near", 1), Host("far", 1)]
+    assert seen == [(tmp_path, 2, hosts, sockets, logs, ["-p", "7"])]  # in a folder that they share
 
 
 def test_run_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,27 +242,3 @@ def test_variables_of_horovod_by_hand() -> None:
     for environ in (launchers, {**launchers, **MASTER}, {**launchers, "HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"}):
         with pytest.raises(TopologyError, match=r"Horovod's launcher started this process.*`torchring run --horovod`"):
             read_environment(environ)
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"HOROVOD_RANK": "2"}, r"HOROVOD_RANK=2, which is not in 0 \.\. 1"),
-        ({"HOROVOD_RANK": None}, "HOROVOD_RANK not set"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a TCP port"),
-        (dict.fromkeys(MASTER), "the environment says HOROVOD_SIZE=2, but MASTER_ADDR, MASTER_PORT not set"),
-    ],
-)
-def test_incomplete_variables_of_horovod(changes: dict[str, str | None], complaint: str) -> None:
-    environ = {key: value for key, value in {**worker(1, 2), **MASTER, **changes}.items() if value is not None}
-    with pytest.raises(TopologyError, match=complaint):
-        read_environment(environ)
-
-
-def test_children_of_a_worker_are_no_ranks() -> None:
-    child = worker(1, 2, **MASTER)
-    child["TORCHRING_PARENT"] = describe_parent(child, 77, 1, 2, 1)
-    parent = parent_rank(child, 78)
-    assert parent is not None
-    assert parent.parent_pid == 77
-    assert parent_rank({**child, **worker(0, 2)}, 78) is None  # another launch

@@ -11,9 +11,6 @@ from torchring.horovod.negotiation import (
     JOIN,
     Negotiation,
     Request,
-    decode_requests,
-    encode_requests,
-    mismatch,
 )
 
 
@@ -61,42 +58,3 @@ def test_ranks_that_have_joined_are_not_waited_for_until_all_have(cycles: list[t
         found = negotiation.advance([[known[name] for name in line.strip("-")] for line in asked.split()])
         assert "".join(each.first.name[0] + "!" * ("join" in each.error) for each in found) == expected
         assert all(each.last_to_join >= 0 for each in found if each.first.kind == JOIN)
-
-
-def test_a_set_that_is_removed_leaves_nothing_behind() -> None:
-    negotiation = Negotiation({0: (0, 1), 1: (0, 1)})
-    negotiation.advance([[request("x", process_set=1)], []])
-    assert dict(negotiation.waiting()) == {(1, "x"): [1]}
-    negotiation.forget(1)
-    assert not negotiation.waiting()
-
-
-_PLAIN, _ROWS = request("x"), request("g", "allgather", shape=(1, 5))
-
-
-@pytest.mark.parametrize(
-    ("other", "difference"),
-    [
-        (_PLAIN._replace(kind="join"), "collective of 'x': allreduce on rank 0, join on rank 1"),
-        (_PLAIN._replace(tensors=(("int32", (2,)),)), "dtype of 'x': float32 on rank 0, int32 on rank 1"),
-        (request("x", shape=(3,)), "shape of 'x': [2] on rank 0, [3] on rank 1"),
-        (_PLAIN._replace(arguments=(("op", "Min"),)), "op of 'x': Sum on rank 0, Min on rank 1"),
-        (_PLAIN._replace(tensors=_PLAIN.tensors * 2), "number of tensors of 'x': 1 on rank 0, 2 on rank 1"),
-        (_PLAIN, ""),
-        # Numbers of rows may differ where rows are gathered, but not the rest of the shape.
-        (request("g", "allgather", shape=(7, 5)), ""),
-        (request("g", "allgather", shape=(1, 6)), "[*, 5] on rank 0, [*, 6] on rank 1"),
-        (request("g", "allgather", shape=(1,)), "[*, 5] on rank 0, [*] on rank 1"),
-    ],
-)
-def test_differences_are_named(other: Request, difference: str) -> None:
-    found = mismatch({0: _ROWS if other.name == "g" else _PLAIN, 1: other})
-    assert found.endswith(difference)
-    assert bool(found) == bool(difference)
-
-
-def test_requests_survive_the_way_to_other_ranks() -> None:
-    tensors = (("bool", ()), ("int8", (0, 2)))
-    sent = [Request("alltoall", 'a "name"\nof two lines', 3, tensors, (("root rank", 1),), (1, 2))]
-    for requests in (sent, []):
-        assert decode_requests(encode_requests(requests)) == requests

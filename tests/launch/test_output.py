@@ -81,16 +81,6 @@ def test_an_unfinished_line_is_shown_after_a_moment_and_goes_on_after_others(sho
     assert shown.text() == b"[0] your name? and yours?\n[0] dots ..\n[1] a\n[1] \n[1] b\n[0] ..\n"
 
 
-def test_what_moves_the_cursor_is_left_to(shown: Shown) -> None:
-    """Progress bars of two ranks take turns in one line, as ever."""
-    output, (zero, one) = shown.started()
-    write(zero, b"\r 10 %")
-    wait_until(lambda: shown.text() == b"\r 10 %", "the first bar")
-    write(one, b"\r 20 %")
-    wait_until(lambda: shown.text() == b"\r 10 %\r 20 %", "the second bar")
-    output.close()
-
-
 @pytest.mark.parametrize("is_quiet", [False, True])
 def test_log_files(is_quiet: bool, shown: Shown, tmp_path: Path) -> None:
     logs = tmp_path / "deep" / "logs"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import signal
 import sys
@@ -258,21 +257,6 @@ def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch: pytest.
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(torchring.TopologyError, match="was called on rank 1 of 2"):
         run(print, num_workers=1)
-
-
-def test_what_cannot_be_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray import cloudpickle
-
-    from torchring.ray.actor import Rank
-
-    monkeypatch.setenv("RANK", "0")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")
-    with pytest.raises(TypeError, match="rank 0 returned lock, which cannot be pickled"):
-        Rank.__new__(Rank).call(("a", "1"), cloudpickle.dumps((threading.Lock, (), {})))
-    assert pickle.loads(Rank.__new__(Rank).call(("a", "1"), cloudpickle.dumps((sys.exit, (0,), {})))) is None
-    with pytest.raises(SystemExit):
-        Rank.__new__(Rank).call(("a", "1"), cloudpickle.dumps((sys.exit, (3,), {})))
 
 
 def test_the_rank_that_failed_first_is_named_and_not_one_that_missed_it(monkeypatch: pytest.MonkeyPatch) -> None:

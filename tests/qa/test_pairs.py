@@ -76,7 +76,8 @@ def test_all_pairs_agree_with_one_process() -> None:
 
 # fmt: off
 _ELASTIC_PART = [
-    {"event": "returned from backward", "loop": "two backwards", "accumulate": "2", "optimizers": "two"},
+    {"event": "returned from backward", "place": "first", "loop": "two backwards", "accumulate": "2",
+     "optimizers": "two"},
     {"event": "resumed", "place": "first", "loop": "ahead", "skip": "some", "groups": "added", "kind": "adamw",
      "shard": "yes"},
 ]

@@ -40,13 +40,8 @@ def _sgd(*rates: float | Tensor) -> SGD:
 
 _SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
     "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
-    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
-    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
-    "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 9),
-    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.4, 3),
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.4, 20),
     "sequential": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.ConstantLR(o, 0.5, 3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
