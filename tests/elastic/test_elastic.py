@@ -57,7 +57,6 @@ def train_worker(
     kind: Callable[[Any], torch.optim.Optimizer] = make_sgd,
     wrapped: Callable[[], dict[str, Any]] = dict,
     scaled_trouble: Callable[[int], object] | None = None,
-    batch: dict[str, int] | None = None,
     begins: Callable[[], object] = lambda: None,
     stepped: Callable[[], object] = lambda: None,
     **options: Any,
@@ -68,12 +67,11 @@ def train_worker(
         trouble: called with the number of the step, and its loss, before backward.
         wrapped: gives options of `wrap`.
         scaled_trouble: train with a GradScaler, and call this between its `unscale_()` and `step()`.
-        batch: what a batch is, for the sampler.
         begins, stepped: called at the begin of a generation, and after each step.
     """
     model = make()
     optimizer = torchring.wrap(kind(model), model, **wrapped())
-    sampler = torchring.elastic.Sampler(DIGITS, seed=5, **(batch or {"global_batch": GLOBAL_BATCH}))
+    sampler = torchring.elastic.Sampler(DIGITS, seed=5, global_batch=GLOBAL_BATCH)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled_trouble is not None)
     parts = {"model": model, "optimizer": optimizer, "sampler": sampler, "scheduler": scheduler, "scaler": scaler}
@@ -85,8 +83,7 @@ def train_worker(
         place = next(ranks.index(rank) for ranks in hosts if rank in ranks)
         # By what there are links to other ranks: a rank with a column has some of its own if "hierarchical" is chosen.
         layout = [torchring.size(), len(hosts), torchring.local_size(), place < min(map(len, hosts))]
-        patience = workers._the_worker._store.timeout.total_seconds()
-        note(enters=state.step, layout=[*layout, optimizer.stats().algorithm], patience=patience, **resources())
+        note(enters=state.step, layout=[*layout, optimizer.stats().algorithm], **resources())
         begins()
         while True:
             for pixels, labels, indices in DataLoader(DIGITS, batch_sampler=sampler):
@@ -284,7 +281,6 @@ def test_losses_joins_and_polite_ends_change_nothing() -> None:
         check_books(job, num_steps)
         check_continuity(job)
         assert job.num_heartbeats > 0
-        assert {each["patience"] for each in job.notes("enters")} == {60.0}  # for a driver that is stopped
         check_result(job, num_steps)
 
 
@@ -458,7 +454,7 @@ def _note_resize(old: int, new: int) -> None:
 
 
 def test_buffers_are_equal_callbacks_are_called_and_a_job_without_a_driver_saves(tmp_path: Path) -> None:
-    options = {"make": _make_with_batch_norm, "on_resize": _note_resize, "batch": {"batch_size": 10}}
+    options = {"make": _make_with_batch_norm, "on_resize": _note_resize}
     hosts = Slots(["a"], 3)
     with ElasticJob(functools.partial(train_worker, checkpoint=tmp_path, **options), 3, hosts=hosts) as job:
         job.run_until(lambda: job.last_step() > 20, "20 steps")

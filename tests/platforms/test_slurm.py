@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import os
@@ -19,8 +18,6 @@ import torch
 from tests.platforms.slurm import Cluster, why_no_slurm
 from tests.support import commands
 from tests.support.documents import snippet
-from torchring.manifest.job_file import JobFile
-from torchring.manifest.slurm import sbatch_script
 
 pytestmark = [
     pytest.mark.platforms,
@@ -149,18 +146,3 @@ def test_an_elastic_job_goes_on_without_a_node(cluster: Cluster, repository: Pat
     first, second = re.findall(r"epoch (\d), image (\d+): (\d) ranks", cluster.output(job))
     assert first == ("0", "0", "3")
     assert (int(second[0]) > 0, second[2]) == (True, "2"), "the second epoch, or a later one"
-
-
-def test_manifests(cluster: Cluster, tmp_path: Path) -> None:
-    say = ["sh", "-c", "echo $SLURM_PROCID of $SLURM_STEP_NUM_TASKS, $OMP_NUM_THREADS threads, $SAID"]
-    plain = JobFile("digits", say, workers=2, cpus=4, memory=64 << 20, processes=2, env={"SAID": "two words"})
-    elastic = dataclasses.replace(plain, command=["python", "train.py"], elastic=(1, 2))
-    for name, written in (("plain", plain), ("elastic", elastic)):
-        (tmp_path / name).write_text(sbatch_script(written))
-    cluster.ask("sbatch", "--test-only", tmp_path / "elastic")
-    job = cluster.submit(tmp_path / "plain", folder=tmp_path)
-    assert cluster.wait(job) == "COMPLETED", cluster.output(job)
-    about = cluster.about(job)
-    assert (about["JobName"], about["MinMemoryNode"]) == ("digits", "64M")
-    lines = [line for line in cluster.output(job).splitlines() if " of " in line]
-    assert sorted(lines) == [f"{rank} of 4, 2 threads, two words" for rank in range(4)]

@@ -123,13 +123,7 @@ def _look(_: object) -> Iterator[Any]:
     """What a rank has left in a worker that Spark uses again."""
     names = {*_LAUNCH, "LEFT_BY", "GIVEN", "TORCHRING_JOB", "TORCHRING_LAUNCHER", "TORCHRING_PARENT"}
     left = sorted(names & os.environ.keys())
-    yield os.getpid(), torchring.is_initialized(), left, [fd for fd in os.listdir("/proc/self/fd") if _listens(int(fd))]
-
-
-def _listens(descriptor: int) -> bool:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as its:
-        return its.family != socket.AF_UNIX and bool(its.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-    return False
+    yield os.getpid(), torchring.is_initialized(), left
 
 
 def test_ranks_train_as_one_process_does_and_leave_no_trace(spark: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +140,7 @@ def test_ranks_train_as_one_process_does_and_leave_no_trace(spark: Any, capfd: p
 
     looked = spark.sparkContext.parallelize(range(2), 2).mapPartitions(_look).collect()
     assert {pid for pid, *_ in looked} <= {first["pid"], second["pid"]}
-    assert [left for _, *left in looked] == [[False, [], []]] * 2
+    assert [left for _, *left in looked] == [[False, []]] * 2
     again = run(_train, (0.1,), num_proc=2, use_gpu=False, show_output=False)  # maybe with ranks the other way round
     assert [rank["weights"] for rank in again] == [first["weights"]] * 2
     assert (again[0]["CUDA_VISIBLE_DEVICES"], again[0]["GIVEN"]) == ("", None)
@@ -292,24 +286,16 @@ def test_what_cannot_work_is_refused_at_once(spark: Any, monkeypatch: pytest.Mon
         importlib.reload(torchring.spark)
 
 
-def test_strangers_at_the_port_of_the_driver_are_sent_away(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_strangers_at_the_port_of_the_driver_are_sent_away(capfd: pytest.CaptureFixture[str]) -> None:
     from torchring.spark import reports
 
-    monkeypatch.setattr(reports, "_TOKEN_SECONDS", 3.0)
-    with reports.Reports("127.0.0.1") as server, contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(socket.create_connection(server.server_address)) for _ in range(70)]
-        for stranger in strangers[:6]:
-            stranger.settimeout(2.0)
-            assert stranger.recv(1) == b""  # made room for the others
+    with reports.Reports("127.0.0.1") as server:
         rank = reports.Reporter(server.server_address, token=server.token, partition=0, name="rank 0", rank=0)
         tokens = (b'"\xc3\xbc"', b'"\\ud800"', b"1e999")
         for line in (*(b'{"token": ' + token + b"}\n" for token in tokens), b"[" * 4096, b"a" * 5000):
             with socket.create_connection(server.server_address) as stranger, contextlib.suppress(ConnectionError):
                 stranger.sendall(line)
                 assert stranger.recv(1) == b""
-        assert strangers[-1].recv(1) == b""  # has said nothing
         rank.say(output="hello")
         rank.say(done=True)
         server.drain()
