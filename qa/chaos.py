@@ -135,12 +135,8 @@ def run(seconds: float, seed: int, network: Network | None = None) -> str:
             start = functools.partial(ElasticJob, script, 4, hosts=hosts, enter_host=enters, interface=INTERFACE, **how)
         with start() as job:
             job.run_until(lambda: job.last_step() > 100, "100 steps")
-            before = job.notes("step")
-            rate = (before[-1]["step"] - before[0]["step"]) / (before[-1]["at"] - before[0]["at"])
             adversary = Adversary(job, seed, hosts, network, folder)
-            began_at, first = time.monotonic(), job.last_step()
-            longest = _train_under(adversary, job, began_at + seconds)
-            disturbed = (job.last_step() - first) / (time.monotonic() - began_at)
+            _train_under(adversary, job, time.monotonic() + seconds)
             adversary.end()
             num_steps = job.stop()
             code = job.run(120)
@@ -149,25 +145,19 @@ def run(seconds: float, seed: int, network: Network | None = None) -> str:
             check_result(job, num_steps)
             grown = check_growth(job)
             events = ", ".join(f"{count} x {kind}" for kind, count in adversary.num_events.most_common())
-            return (
-                f"{job.generation} generations, {len(job.pids)} workers, {num_steps} steps; {events}. Steps a second: "
-                f"{rate:.0f} before the first event, {disturbed:.0f} under them ({disturbed / rate:.0%}); longest time "
-                f"without a step {longest:.1f} s. The most that a worker has grown: {grown}"
-            )
+            what = f"{job.generation} generations, {len(job.pids)} workers, {num_steps} steps; {events}"
+            return f"{what}. The most that a worker has grown: {grown}"
 
 
-def _train_under(adversary: Adversary, job: ElasticJob, end: float) -> float:
-    """Returns the longest time without a new step, in seconds."""
-    step, at, longest = job.last_step(), time.monotonic(), 0.0
+def _train_under(adversary: Adversary, job: ElasticJob, end: float) -> None:
+    step, at = job.last_step(), time.monotonic()
     while (now := time.monotonic()) < end:
         assert job.code is None, f"the job has ended with {job.code}"
         assert now - at < 90, "no step for 90 s"
         adversary.tick()
         job.tick()
         if (newest := job.last_step()) > step:
-            longest = max(longest, now - at)
             step, at = newest, now
-    return longest
 
 
 def _enter(namespaces: dict[str, str], host: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import torchring
-from tests.platforms.cases import Cases, assert_refused, close, flat, run_page, same, without_torchrun
+from tests.platforms.cases import Cases, close, flat, run_page, same, without_torchrun
 from tests.support.documents import ROOT, blocks
 from torchring.gradients.views import CAN_SWAP
 
@@ -178,18 +178,3 @@ def test_the_page_is_run_as_pasted(rank: int) -> None:
     ring, plain = run_page(PAGE, "from torchring.transformers import RingTrainer as", "from transformers import")
     assert Path("gpt2-tiny", "model.safetensors").exists() or rank > 0
     assert same(_weights(ring["trainer"])) == close(_weights(plain["trainer"]))
-
-
-@case
-def test_a_mistake_is_an_error(rank: int) -> None:
-    """More of them in test_accelerate.py: a RingTrainer has a RingAccelerator."""
-    from accelerate import PartialState
-
-    PartialState()
-    engine = _arguments()
-    engine.fsdp = ["full_shard"]  # which TrainingArguments refuses itself on CPUs
-    assert_refused(
-        (lambda: _trained(_ring(), model=torch.nn.parallel.DistributedDataParallel(_gpt())),
-         "ValueError: the model is a DistributedDataParallel"),
-        (lambda: _ring()(args=engine, model=_gpt()), "ValueError: fsdp asks for an engine"),
-    )  # fmt: skip
