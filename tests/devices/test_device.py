@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from tests.support.fake_device import FakeAccelerator, FakeMark, FakeStream
 from tests.support.kernels import table_of
-from torchring.accelerators import accelerator_of
 from torchring.devices import agreement as agreement_module
 from torchring.devices import cuda, nccl, symmetric_memory, watchdog
 from torchring.devices.agreement import DeviceAgreement, _first_finding
@@ -32,7 +31,6 @@ from torchring.devices.cuda import CudaAccelerator, CudaMark, CudaStream, span
 from torchring.devices.engines import DeviceWire, Engine
 from torchring.devices.handover import describe_handover
 from torchring.devices.opening import open_on_device
-from torchring.devices.packing import slots_of
 from torchring.devices.stream import Dated, OnStream
 from torchring.devices.symmetric_memory import (
     CudaBlock,
@@ -49,7 +47,7 @@ from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.kernels.pack import NOT_FOUND
 from torchring.rendezvous.rendezvous import Rendezvous
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -59,12 +57,6 @@ def accelerator() -> Iterator[FakeAccelerator]:
 
 
 # Accelerators
-
-
-def test_a_cpu_is_no_device_that_works_in_streams() -> None:
-    assert accelerator_of(CPU) is accelerator_of(torch.device("meta")) is None
-    with FakeAccelerator().installed() as accelerator:
-        assert accelerator_of(CPU) is accelerator
 
 
 def test_ranges_are_there_while_a_profiler_looks() -> None:
@@ -77,15 +69,60 @@ def test_ranges_are_there_while_a_profiler_looks() -> None:
     assert "torchring.unseen" not in names
 
 
-# Packing
+# Events and streams of CUDA
 
 
-def test_the_slots_of_a_chunk() -> None:
-    table = table_of([5000, 3], [0, 5008])
-    assert [slots_of([([7, 9], table)], chunk) for chunk in range(3)] == [[7], [7], [9]]
-    small = table_of([3], [0])
-    assert slots_of([([7, 9], table), ([2], small)], 0) == [7, 2]
-    assert slots_of([([7, 9], table), ([2], small)], 1) == [7]
+class _Event:
+    made: list[_Event]
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        _Event.made.append(self)
+        self.enable_timing = enable_timing
+        self.recorded: list[object] = []
+
+    def record(self, stream: object) -> None:
+        self.recorded.append(stream)
+
+
+@pytest.fixture
+def _events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(cuda, "_spare_events", {})
+    _Event.made = []
+
+
+@pytest.mark.usefixtures("_events")
+def test_an_event_is_used_again_when_its_mark_is_gone() -> None:
+    marks: list[Any] = [CudaMark("a", GPU), CudaMark("b", GPU)]
+    del marks[0]
+    marks += [CudaMark("c", GPU), CudaMark("d", GPU), CudaMark("e", torch.device("cuda", 1))]
+    assert [event.recorded for event in _Event.made] == [["a", "c"], ["b"], ["d"], ["e"]]
+    assert all(event.enable_timing for event in _Event.made)
+
+
+@pytest.mark.usefixtures("_events")
+def test_a_stream_follows_another_with_one_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+    mine = SimpleNamespace(wait_event=lambda event: waited.append(event.recorded[-1]))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: mine)
+    stream = CudaStream(GPU)
+    stream.follow()
+    stream.follow()
+    assert waited == ["current", "current"]
+    assert len(_Event.made) == 1
+
+
+def test_the_current_stream_joins_others_and_keeps_what_they_have_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[object] = []
+    current = SimpleNamespace(wait_stream=joined.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **ids: tuple(ids.values()))
+    accelerator = object.__new__(CudaAccelerator)
+    accelerator.device = GPU
+    gradient: Any = SimpleNamespace(record_stream=joined.append)
+    accelerator.join([(5, 0, 1)], [gradient])
+    assert joined == [(5, 0, 1), current]
 
 
 # Reductions
@@ -282,18 +319,6 @@ def test_the_word_that_stops_kernels_is_not_used_again(monkeypatch: pytest.Monke
     kept = weakref.ref(accelerator.host_word().fill_(1))
     assert kept() is not None
     assert accelerator.host_word() == 0
-
-
-def test_a_device_that_is_stuck_is_told_to_stop_without_asking_it() -> None:
-    """Kernels look at a word in the host's memory."""
-    with FakeAccelerator("lazy").installed() as accelerator:
-        engine = Engine("direct", LonelyGroup(0, CPU), accelerator)
-        stream = accelerator.open_stream()
-        stream.mark()
-        accelerator.calls.clear()
-        stream.run(engine.abort)
-        assert (accelerator.calls, len(stream.queue)) == ({}, 1), "nothing was waited for, or queued behind"
-        assert [int(word) for word in accelerator.host_words] == [1]
 
 
 # The watchdog

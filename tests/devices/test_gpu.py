@@ -25,7 +25,7 @@ import torchring
 import torchring.horovod as hvd
 from tests.support.checks import assert_bitwise, exact_inputs
 from tests.support.harness import ranks, run_ranks
-from tests.support.scripts import ON_DEVICES, branches
+from tests.support.scripts import ON_DEVICES
 from tests.support.training import ShardedSide, Side, assert_as_one_process
 from torchring.accelerators import accelerator_of
 from torchring.collectives import operations
@@ -74,10 +74,6 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 _NEEDS_SWAP = pytest.mark.takes_2_12
-_BETWEEN_HOSTS = {
-    each: (branches, ("alternating", True, {"algorithm": each}), 1e-9) for each in ("native", "hierarchical")
-}
-SCRIPTS = {**ON_DEVICES, **_BETWEEN_HOSTS}
 _CASES = [pytest.param(name, False, id=name) for name in ON_DEVICES]
 _CASES += [pytest.param(name, True, id=f"{name}, sharded", marks=_NEEDS_SWAP) for name in ON_DEVICES]
 
@@ -85,7 +81,7 @@ _CASES += [pytest.param(name, True, id=f"{name}, sharded", marks=_NEEDS_SWAP) fo
 def run_on_gpu(side: Side, name: str) -> list[Any]:
     stream = torch.cuda.stream(torch.cuda.Stream()) if "side stream" in name else nullcontext()
     with torch.device("cuda"), stream:
-        script, args, _ = SCRIPTS[name]
+        script, args, _ = ON_DEVICES[name]
         seen = script(side, *args)
         torch.cuda.synchronize()
         return [each.cpu() if isinstance(each, Tensor) else each for each in seen]
@@ -154,19 +150,6 @@ def pretend_hosts(rank: int, hosts: Sequence[int]) -> None:
     """Make the ranks believe that they are on several hosts."""
     host_module._host_identity = lambda: f"host {hosts[rank]}"
     CudaAccelerator.open_backend = lambda _, *args: GlooOnCuda(*args)  # type: ignore[assignment, method-assign]
-
-
-def train_between_hosts(rank: int, size: int, algorithm: str, hosts: Sequence[int]) -> list[Any]:
-    pretend_hosts(rank, hosts)
-    seen = run_on_gpu(Side((rank,), True), algorithm)
-    torchring.shutdown()
-    return seen
-
-
-@pytest.mark.parametrize(("algorithm", "hosts"), [("native", (0, 1, 2)), ("hierarchical", (0, 0, 1, 1))])
-def test_backends_between_hosts(algorithm: str, hosts: Sequence[int]) -> None:
-    results = run_ranks(train_between_hosts, len(hosts), algorithm, hosts, env=SHARED, deadline=DEADLINE)
-    assert_as_one_process(run_on_gpu, algorithm, world_size=len(hosts), run=lambda *_: results)
 
 
 def reduce_sizes(rank: int, size: int, algorithm: str, hosts: Sequence[int]) -> None:
@@ -264,27 +247,6 @@ def test_gradients_are_kept_until_they_have_been_read(rank: int, world_size: int
     torchring.shutdown()
 
 
-@pytest.mark.takes_2_12
-@on_gpu
-def test_gradients_are_not_kept_beside_the_wires() -> None:
-    """Gradients of 4 MiB, each a bucket of its own."""
-    parameters = [nn.Parameter(torch.zeros(1 << 20, device="cuda")) for _ in range(16)]
-    optimizer = torchring.wrap(torch.optim.SGD(parameters, lr=0.5), bucket_mb=4.0)
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = torch.stack([(p * 2.0).sum() for p in parameters]).sum()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        loss.backward()
-        num_gradients = (torch.cuda.max_memory_allocated() - before) / 2**22
-    assert 1 <= num_gradients < 5, "one that fills a bucket, and what autograd computes with"
-    stats = optimizer.stats()
-    assert (stats.algorithm, stats.overlap) == ("direct", "stream"), stats.reason
-    assert stats.reason.endswith("not measured, because ranks share a GPU")
-    torchring.shutdown()
-
-
 @on_gpu
 def test_a_nan_is_traced_to_its_rank(rank: int) -> None:
     model, optimizer = make_wrapped()
@@ -341,21 +303,6 @@ def test_a_script_that_ends_leaves_no_peer_behind(rank: int) -> None:
     if rank == 0:
         time.sleep(2.0)
         assert all(bool(p.isfinite().all()) for p in model.parameters())
-
-
-@on_gpu
-def test_capturing_a_backward_is_refused(rank: int) -> None:
-    model, optimizer = make_wrapped()
-    x = batch(0, rank)[0]
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(x).mean().backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    torch.cuda.synchronize()
-    with pytest.raises(GradientError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        model(x).mean().backward()
-    torchring.shutdown()
 
 
 @on_gpu

@@ -26,6 +26,7 @@ import torchring
 import torchring.horovod as hvd
 from tests.collectives import test_collectives
 from tests.horovod import test_collectives as horovod
+from tests.optimizer.test_semantics import CASES
 from tests.participants import test_buffers
 from tests.support import fake_device, scripts
 from tests.support.adasum import assert_adasum
@@ -37,11 +38,9 @@ from tests.support.training import (
     Side,
     assert_as_one_process,
     attempt,
-    batch,
     loss_on,
     momentum,
     small_model,
-    values,
 )
 from torchring import accelerators
 from torchring.default_world import default_world
@@ -177,42 +176,16 @@ class OneOnCpu(DeviceSide):
             return super().wrap(optimizer, model, **options)
 
 
-def _two_models(side: Side) -> Sequence[Any]:
-    """Two optimizers that take turns; the second one's backward reaches the first model, too."""
-    maker, judge = small_model(), small_model(seed=4)
-    first, second = (side.wrap(torch.optim.Adam(m.parameters(), lr=0.02), m) for m in (maker, judge))
-    for step in range(3):
-
-        def judged(rank: int, step: int = step) -> Tensor:
-            x, _ = batch(rank, step)
-            return judge(torch.cat([maker(x), x[:, :2]], 1)).square().mean()
-
-        for optimizer in (second, first):
-            first.zero_grad()
-            second.zero_grad()
-            side.mean(judged).backward()
-            optimizer.step()
-    return [*values(maker), *values(judge)]
-
-
-def _own_gradients(side: Side, options: dict[str, Any]) -> Sequence[Any]:
-    """The script keeps them in memory of its own, in another order than the parameter's."""
-    weight, factors = nn.Parameter(torch.ones(5, 3).double()), torch.arange(15.0).view(5, 3)
-    optimizer = side.wrap(torch.optim.SGD([weight], lr=0.125), **options)
-    own = weight.grad = torch.zeros(3, 5).double().t()
-    for _ in range(3):
-        optimizer.zero_grad(set_to_none=False)
-        side.mean(lambda rank: (weight * factors * (rank + 1)).sum()).backward()
-        optimizer.step()
-    return [own.clone(), weight.grad, weight.detach()]
+def _of_cpu(about: str, name: str) -> tuple[Script, tuple[Any, ...]]:
+    script, *args = CASES[about][name]
+    return script, tuple(args)
 
 
 _SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {
     **scripts.ON_DEVICES,
-    "two models": (_two_models, (), 1e-9),
-    "two models, one on the CPU": (_two_models, (), 1e-9),
-    "own gradients": (_own_gradients, ({},), 1e-9),
-    "own gradients, fp16": (_own_gradients, ({"compression": "fp16"},), 1e-9),
+    **dict.fromkeys(("two models", "two models, one on the CPU"), (*_of_cpu("several", "models"), 1e-9)),
+    "own gradients": (*_of_cpu("gradients of the script", "with other strides"), 1e-9),
+    "own gradients, bf16": (*_of_cpu("in 16 bits", "gradients of the script"), 2e-2),
     "number, empty, strided": (scripts.of_kind, ("number, empty, strided", {}), 1e-9),
 }
 
@@ -223,7 +196,7 @@ def _check_script(results: list[Any], name: str) -> None:
 
 
 @scenario(
-    _SCRIPTS, check=_check_script, smoke=["unused on some ranks", "no_sync", "kept gradients", "own gradients, fp16"]
+    _SCRIPTS, check=_check_script, smoke=["unused on some ranks", "no_sync", "kept gradients", "own gradients, bf16"]
 )
 def test_what_holds_on_the_cpu_holds_on_a_device(name: str, rank: int) -> Sequence[Any]:
     script, args, _ = _SCRIPTS[name]
@@ -566,30 +539,6 @@ def test_another_default_device(rank: int) -> str:
     shown = " ".join(event.name for event in profile.events() or ())
     assert all(f"torchring.{what} bucket 0" in shown for what in ("pack", "direct", "unpack"))
     return digest(model.parameters())
-
-
-@scenario()
-def test_what_an_aborted_reduction_leaves_in_grad(rank: int) -> None:
-    """This rank's own gradient; or NaN, if it was packed into the buffer that others may have written to since.
-
-    The backward fails on all ranks after its first buckets had left; nobody zeroes the gradients.
-    """
-    with device() as accelerator:
-        model, optimizer = _wrapped(bucket_mb=_SMALL_MB)
-        x = torch.ones(1, 8) * (rank + 1)
-        for set_to_none in (True, False):
-            _steps(rank, model, optimizer, range(2))
-            optimizer.zero_grad(set_to_none=set_to_none)
-            attempt(lambda: model[1:](scripts.Raises.apply(model[0](x))).sum().backward())
-            local = torch.autograd.grad(model(x).sum(), list(model.parameters())[2:])
-            left = [p.grad for p in model.parameters()][2:]
-            kept = [torch.equal(mine, theirs) for mine, theirs in zip(left, local, strict=True)]
-            nan = [bool(mine.isnan().all()) for mine in left]
-            assert all(a or b for a, b in zip(kept, nan, strict=True))
-            assert any(kept)
-            assert any(nan)
-            optimizer.zero_grad()
-            accelerator.synchronize()
 
 
 @scenario(["zeroed", "kept", "kept by name", "the optimizer is kept", "failed"])

@@ -5,15 +5,6 @@ from tests.support.kernels import F32, table_of
 from torchring.kernels.chunks import layout
 
 
-def test_worked_example() -> None:
-    table = table_of([5000, 3], [0, 5008])
-    assert table.tensor_index.tolist() == [0, 0, 1]
-    assert table.source_offset.tolist() == [0, 4096, 0]
-    assert table.wire_offset.tolist() == [0, 4096, 5008]
-    assert table.numel.tolist() == [4096, 904, 3]
-    assert [table.tensor_of(chunk) for chunk in range(table.num_chunks)] == [0, 0, 1]
-
-
 def test_every_element_belongs_to_exactly_one_chunk() -> None:
     numels = [0, 1, 4095, 4096, 4097, 0, 50_021]
     offsets = [0, 0, 16, 4112, 8208, 12_320, 12_320]

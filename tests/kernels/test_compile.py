@@ -126,6 +126,7 @@ def _cases() -> Iterator[Case]:
     for n in (2, 8):
         yield Case(f"gathers from {n}", partial(build_direct, F32, num_ranks=n, gather=True, spread=False))
         yield Case(f"spreads to {n}", partial(build_direct, F32, num_ranks=n, gather=False, spread=True))
+    yield Case("pack, looking for what is not finite", partial(build_pack, F32, F16, check=True))
     yield Case("guard", build_guard)
 
 
@@ -226,32 +227,6 @@ def test_a_missing_barrier_would_show() -> None:
     assert unordered(["store", "barrier", "send", "look", "barrier", "load"]) == []
 
 
-@pytest.mark.parametrize("name", SIGNALLING)
-def test_signals_reach_other_gpus_of_amd(name: str) -> None:
-    lines = SIGNALLING[name](B16 if name == "direct" else F32, "gfx942").asm["amdgcn"].splitlines()
-    code = [line.split() for line in lines if line.startswith("\t") and line[1:2] not in ".;"]
-    near = [" ".join(word for words in code[max(0, i - 4) : i + 4] for word in words) for i in range(len(code))]
-    sends = [near[i] for i, words in enumerate(code) if words[0] == "global_atomic_swap"]
-    assert len(sends) >= 2
-    assert all("buffer_wbl2 sc0 sc1" in send for send in sends)
-    # LLVM makes another atomic operation, or a load, of an `or` with 0. All that an `or` could become is looked at.
-    looks = re.compile(r"global_atomic_(or|add)|global_load_dword .* sc1|flat_load_dword .* sc1")
-    num_waits = 2 if name == "direct" else 3
-    where = [i for i, words in enumerate(code) if looks.match(" ".join(words))]
-    assert sum("buffer_inv sc0 sc1" in near[i] for i in where) >= 2 * num_waits
-
-
-@grid("pair, gpu", PAIRS, GPUS, keep=lambda pair, gpu: GPUS[PAIRS.index(pair) % len(GPUS)] == gpu)
-def test_what_is_not_asked_for_is_not_looked_for(
-    pair: tuple[torch.dtype, torch.dtype], gpu: str, tmp_path: Path
-) -> None:
-    assert spilled_bytes(build_pack(*pair, gpu, check=True), tmp_path) == 0
-    checked, unchecked = (build_pack(*pair, "sm_90", check=check) for check in (True, False))
-    assert num_wide(checked, "load") == num_wide(unchecked, "load")
-    assert ".min.s32" not in unchecked.asm["ptx"]
-    assert re.search(r"\b(red|atom)\.global\.gpu\.relaxed\.min\.s32\b", checked.asm["ptx"])
-
-
 def test_without_alignment_nothing_is_wide() -> None:
     wire = OnDevice(F32, 4096, address=8)
     assert num_wide(build_pack(F32, F32, "sm_90", wire), "store") == 0
@@ -262,16 +237,6 @@ def test_too_few_registers_show_as_spills(tmp_path: Path) -> None:
     assert spilled_bytes(build_pack(F32, F32, "sm_90", maxnreg=24), tmp_path) > 0
 
 
-def tensor_offset_types(compiled: Any) -> set[str]:
-    return set(re.findall(r"tt\.addptr .*, tensor<\d+x(i\d+)>", compiled.asm["ttir"]))
-
-
-@lazy.lazy_jit()
-def _narrow_kernel(out, numel, BLOCK: "tl.constexpr"):  # type: ignore[no-untyped-def]  # noqa: F821
-    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # noqa: F821
-    tl.store(out + lane, 1.0, mask=lane < numel)  # noqa: F821
-
-
 def test_offsets_have_64_bits() -> None:
     for kernel in (build_pack(F32, F32, "sm_90"), build_unpack(F32, F32, "sm_90")):
         # One step to the chunk, and from there by less than a chunk.
@@ -280,11 +245,8 @@ def test_offsets_have_64_bits() -> None:
     steps = re.findall(r"tt\.addptr %\S+, %\w+ : !tt\.ptr<f32>, (i\d+)", build_direct(F32, "sm_90").asm["ttir"])
     assert len(steps) >= 12
     assert set(steps) == {"i64"}
-    assert tensor_offset_types(build_ring(B16, "sm_90")) == {"i64"}
-    with driver_of("sm_90"):
-        assert tensor_offset_types(compiled(_narrow_kernel.prepare(DEVICE, 1, OnDevice(F32, 9), 9, BLOCK=64))) == {
-            "i32"
-        }
+    ring = build_ring(B16, "sm_90").asm["ttir"]
+    assert set(re.findall(r"tt\.addptr .*, tensor<\d+x(i\d+)>", ring)) == {"i64"}
 
 
 @pytest.mark.parametrize("build", [build_pack, build_unpack])

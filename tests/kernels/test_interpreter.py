@@ -12,10 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.harness import patient
-from tests.support.kernels import truncate_to_bfloat16
 from torchring.kernels import lazy
 
 KERNELS = ("pack", "reducing", "ptx")
@@ -23,18 +21,10 @@ KERNELS = ("pack", "reducing", "ptx")
 SMOKE = "pack and worked_example or prepared_once or spoils_nothing or an_abort_is_found or what_it_does"
 
 
-def test_truncating_is_not_rounding() -> None:
-    values = torch.tensor(
-        [1.0, 1.0 + 2**-8 + 2**-20, -1.0 - 2**-8 - 2**-20]
-    )  # just above the middle of two bf16 values
-    assert truncate_to_bfloat16(values).tolist() == [1.0, 1.0, -1.0]
-    assert values.to(torch.bfloat16).tolist() == [1.0, 1.0 + 2**-7, -1.0 - 2**-7]
-
-
 @pytest.mark.sim
 @pytest.mark.skipif(lazy.INTERPRETED, reason="this is the child process")
 @pytest.mark.parametrize(
-    ("names", "at_least"), [("", 70), pytest.param(SMOKE, 8, marks=pytest.mark.smoke)], ids=["all", "smoke"]
+    ("names", "at_least"), [("", 58), pytest.param(SMOKE, 8, marks=pytest.mark.smoke)], ids=["all", "smoke"]
 )
 def test_triton_kernels_under_the_interpreter(names: str, at_least: int, pytestconfig: pytest.Config) -> None:
     here = Path(__file__).parent

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, no_type_check
 
 import pytest
 import torch
-import triton
 
 from tests.support.driver import DEVICE, Driver, OnDevice, driver_of
 from torchring.kernels.lazy import Kernel, lazy_jit
@@ -75,25 +74,6 @@ def test_a_prepared_launch_is_triton_s(gpu: Driver) -> None:
         assert later[-7] is ARGUMENTS[3], "the driver may know pinned memory by another address"
         assert (*later[:3], *later[4:]) == (*first[:3], *first[4:-8], 4096, *first[-7:])
     assert len(_some_kernel.jitted.device_caches[0][0]) == 1
-
-
-def test_hooks_see_prepared_launches(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = _some_kernel.prepare(*ARGUMENTS, **OPTIONS)
-    launch()
-    seen: list[str] = []
-
-    def note(metadata: Any) -> None:
-        seen.append(metadata.get()["name"])
-
-    hooks = triton.knobs.runtime
-    with monkeypatch.context() as patch:
-        if hooks.launch_enter_hook is None:  # Triton 3.4, which has one hook or none
-            patch.setattr(hooks, "launch_enter_hook", note)
-        else:
-            patch.setattr(hooks.launch_enter_hook, "calls", [note])
-        launch()
-    launch()
-    assert seen == ["_some_kernel"]
 
 
 def test_a_launcher_that_has_changed_is_not_used_again(gpu: Driver) -> None:

@@ -17,7 +17,6 @@ from tests.support.kernels import (
     unpack,
     where_triton_runs,
 )
-from torchring.kernels.chunks import layout
 from torchring.kernels.pack import NOT_FOUND
 
 NUMELS = [0, 1, 3, 4095, 4096, 4097, 8209, 0, 17]
@@ -131,29 +130,6 @@ def test_bitwise_and_nothing_else_written(dtype: torch.dtype, wire_dtype: torch.
         back[shift : shift + numel] = sum_in_order([wire[offset : offset + numel]], dtype, 1.0)
         assert_bitwise(whole.cpu(), back)
     assert_bitwise(wire.cpu(), expected)
-
-
-@where_triton_runs
-def test_zero_dim_and_channels_last(device: str) -> None:
-    image = torch.arange(120.0, device=device).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    scalar = torch.tensor(5.0, device=device)
-    table = table_of([120, 1], [0, 128], device, [layout(image), layout(scalar)])
-    wire = torch.zeros(129, device=device)
-    pack([image, scalar], wire, table, scale=2.0)
-    assert torch.equal(wire[:120].as_strided(image.shape, image.stride()), image * 2)
-    assert not torch.equal(wire[:120].view(2, 3, 4, 5), image * 2)
-    assert wire[128].item() == 10
-    back = [torch.zeros_like(image), torch.zeros_like(scalar)]
-    unpack(wire, back, table)
-    assert_bitwise(back[0], image * 2)
-
-
-@where_triton_runs
-def test_nothing_to_pack(device: str) -> None:
-    wire = torch.full((4,), 7.0, device=device)
-    pack([], wire, table_of([], [], device))
-    pack([torch.empty(0, device=device)], wire, table_of([0], [0], device))
-    assert wire.tolist() == [7.0] * 4
 
 
 @needs_interpreter

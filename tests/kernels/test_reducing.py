@@ -18,7 +18,6 @@ from tests.support.kernel_ranks import (
     launch_direct,
     places_of_one_process,
     rounds_of_rank,
-    rounds_on_streams,
     run_direct,
     run_ring,
     words,
@@ -80,59 +79,10 @@ def test_every_round_between_processes(device: str, num_ranks: int, way: str) ->
     check_outcomes(run_ranks(rounds_of_rank, num_ranks, runner, rounds, device), rounds, expect)
 
 
-@pytest.mark.gpu
-@of_both
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
-def test_every_round_between_streams(num_ranks: int, way: str) -> None:
-    runner, rounds, expect = _WAYS[way]
-    check_outcomes(rounds_on_streams(num_ranks, runner, rounds), rounds, expect)
-
-
-def example_of_rank(rank: int, num_ranks: int, run: Callable[[Place, Round], None]) -> list[float]:
-    by_hand = {(r, n): (n + 1.0) * 10**r for r in range(2) for n in range(32)}
-    (wire,) = rounds_of_rank(rank, num_ranks, run, [Round(32, by_hand=by_hand)])
-    return wire.tolist()
-
-
-@needs_interpreter
-@of_both
-def test_worked_example(way: str) -> None:
-    assert run_ranks(example_of_rank, 2, _WAYS[way][0]) == [[11.0 * n for n in range(1, 33)]] * 2
-
-
 def test_the_order_of_addition_shows() -> None:
     todo, as_direct = Round(1000, F16, seed=3), Round(1000, F16, seed=3)
     total = sum(as_direct.input(rank).float() for rank in range(5))
     assert not torch.equal(sum_of_ring(todo, 5), cast(total, F16))
-
-
-@where_ranks_signal
-@pytest.mark.parametrize(("gather", "spread"), [(True, True), (True, False), (False, True)])
-def test_counts_that_direct_sends_and_waits_for(gather: bool, spread: bool, device: str) -> None:
-    place = places_of_one_process(3, device)[1]
-    pads = words(place)
-    meetings = gather + spread
-    pads[1][:7, 1] = 40  # for seven blocks: meetings that there have been
-    pads[1][:7, 0], pads[1][:7, 2] = 40 + meetings, 41 + meetings  # rank 2 is one meeting ahead
-    expected = [pad.clone() for pad in pads]
-    for pad in expected:
-        pad[:7, 1] = 40 + meetings
-    launch_direct(place, Round(40_011), gather=gather, spread=spread)
-    assert all(map(torch.equal, pads, expected))
-
-
-@where_ranks_signal
-def test_counts_that_the_ring_sends_and_waits_for(device: str) -> None:
-    place = places_of_one_process(3, device)[1]
-    pads = words(place)
-    # For four blocks: 40 steps that there have been, and the 4 of this round.
-    pads[1][:4, 3], pads[1][:4, 4], pads[1][:4, 5] = 45, 44, 40  # the left is in its next round already
-    expected = [pad.clone() for pad in pads]
-    expected[2][:4, 3] = 44  # the right's left
-    expected[0][:4, 4] = 44  # the left's right
-    expected[1][:4, 5] = 44
-    run_ring(place, Round(40_011))
-    assert all(map(torch.equal, pads, expected))
 
 
 @where_triton_runs

@@ -11,18 +11,6 @@ def accumulate(parts: list[torch.Tensor], out: torch.Tensor, scratch: torch.Tens
     reference.Accumulation(parts, out, scratch).run()
 
 
-def test_worked_example() -> None:
-    wire = torch.zeros(3, dtype=F16)
-    views = [wire[:2], wire[2:]]
-    grads = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
-    reference.pack(grads, views, scale=0.5)
-    assert wire.tolist() == [0.5, 1.0, 1.5]
-    accumulate([wire, torch.ones(3, dtype=F16)], wire)
-    assert wire.tolist() == [1.5, 2.0, 2.5]
-    reference.unpack(views, grads)
-    assert [grad.tolist() for grad in grads] == [[1.5, 2.0], [2.5]]
-
-
 def test_scaled_before_cast() -> None:
     view = torch.zeros(1, dtype=F16)
     reference.pack([torch.tensor([1e5])], [view], scale=0.5)
@@ -59,14 +47,6 @@ def test_values_follow_their_index_whatever_the_strides() -> None:
     target = torch.zeros(4, 64, 32, 32, dtype=B16)
     reference.pack([large], [target], scale=0.3)
     assert torch.equal(target, (large * 0.3).to(B16))
-
-
-def test_zero_dim_empty_and_nothing() -> None:
-    reference.pack([], [])
-    reference.pack([], [], scale=0.5)
-    targets = [torch.zeros(()), torch.zeros(0, 3)]
-    reference.pack([torch.tensor(3.0), torch.zeros(0, 3)], targets, scale=0.5)
-    assert targets[0].item() == 1.5
 
 
 def test_pack_refuses_what_torch_would_broadcast() -> None:

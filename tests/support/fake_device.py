@@ -171,13 +171,6 @@ class FakeAccelerator:
         unregistered: why the backend registers no memory, if it does not.
         memory: "shared"; "apart", where ranks never see what others write to their memory, so that kernels never meet;
             or "lossy", where signals arrive and wires do not.
-
-    Attributes:
-        calls: how often `synchronize`, `join` and a backend's `abort` were called, and `hold_current` by who computes.
-        races: what was found; see the module.
-        fault: what `find_fault` finds.
-        host_words: what `host_word` has returned.
-        registered: bytes of the backend's blocks.
     """
 
     mode: str = "late"
@@ -192,7 +185,7 @@ class FakeAccelerator:
         self.registered: list[int] = []
         self.capturing = False
         self.fault = ""
-        self.calls: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()  # of methods; of `hold_current` by who computes
         self.races: list[str] = []
         self.host_words: list[torch.Tensor] = []
         self._of_thread = _OfThread()

@@ -12,12 +12,7 @@ import pytest
 def grid(names: str, *axes: Sequence[Any], keep: Callable[..., bool] | None = None) -> pytest.MarkDecorator:
     """Parametrize over the product of the axes. Points that `keep` turns down are marked `grid`.
 
-    Without `keep`, every value of the first axis meets every value of the others. Of three axes, whose first is no
-    shorter than the second, every value of any axis meets every value of any other: of 3 x 3 x 2 points, 9 are kept.
-
-        grid("kind, size, dtype", ["ring", "direct", "native"], [2, 3, 5], [fp16, fp32])
-        kept: ring with (2, fp16), (3, fp32), (5, fp16); direct with (3, fp16), (5, fp32), (2, fp16); native with
-        (5, fp16), (2, fp32), (3, fp16)
+    Without `keep`, every value of the first axis meets every value of the others: of 3 x 3 x 2 points, 9 are kept.
     """
     first, *others = axes
     longest = max((len(axis) for axis in others), default=1)

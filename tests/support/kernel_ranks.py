@@ -157,39 +157,6 @@ def rounds_of_rank(
     return outcomes
 
 
-def rounds_on_streams(num_ranks: int, runner: Runner, rounds: list[Round]) -> Outcomes:
-    """All ranks on one GPU, each on a stream of its own."""
-    places = places_of_one_process(num_ranks, "cuda")
-    for place in places:
-        begin_counts(place)
-    streams = [torch.cuda.Stream() for _ in places]
-    watchdog = threading.Timer(60.0, lambda: [place.abort.fill_(1) for place in places])
-    watchdog.daemon = True
-    watchdog.start()
-    outcomes: Outcomes = [[] for _ in places]
-    for todo in rounds:
-        # One by one first, with all signals there: to load a kernel while another one waits may be to wait for that.
-        before = [pad.clone() for pad in places[0].pads]
-        for place in places:
-            place.fill(todo)
-            come_early(place)
-            runner(place, todo)
-            torch.cuda.synchronize()
-        for place, pad in zip(places, before, strict=True):
-            place.pads[place.rank].copy_(pad)
-            place.fill(todo)
-        torch.cuda.synchronize()
-        for place, stream in zip(places, streams, strict=True):
-            with torch.cuda.stream(stream):
-                runner(place, todo)
-        torch.cuda.synchronize()
-        for place in places:
-            outcomes[place.rank].append(place.outcome(todo))
-    assert all(counts_of(place) == counts_of(places[0]) for place in places), "ranks have counted differently"
-    watchdog.cancel()
-    return outcomes
-
-
 def check_outcomes(outcomes: Outcomes, rounds: list[Round], expect: Callable[[Round, int], torch.Tensor]) -> None:
     """expect(round, number of ranks) is the wire that all ranks should have; which NaN it holds is no matter."""
     for number, todo in enumerate(rounds):
