@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import torchring
 from tests.support import commands
 from tests.support.commands import Launcher
 from tests.support.documents import ROOT, blocks
@@ -194,11 +193,8 @@ def called(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[in
         ("", "torchring: say which command: run, doctor, report, top, manifest, bench"),
         ("walk", "torchring: there is no command 'walk'"),
         ("rnu", "torchring: there is no command 'rnu'; did you mean run?"),
-        ("version", "torchring: there is no command 'version'; did you mean --version?"),
         ("run", "torchring run: say which script to run"),
-        ("run -np 2", "torchring run: say which script to run"),
         ("run -np", "torchring run: argument -np/-n/--num-proc/--nproc-per-node: expected one argument"),
-        ("bench --wrong", "torchring bench: unrecognized arguments: --wrong"),
         ("manifest slurm", "torchring manifest: the following arguments are required: JOB.YAML"),
         ("top --evry=3 x", "torchring top: unrecognized arguments: --evry=3; did you mean --every?"),
     ],
@@ -208,14 +204,6 @@ def test_a_usage_error_is_the_error_and_where_help_is(
 ) -> None:
     hint = f"`{complaint.partition(':')[0]} --help` shows what can be given"
     assert called(line.split(), capsys) == (2, "", f"{complaint}\n{hint}\n")
-
-
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    for line in ("--help", "-h", "run --help", "run -h"):
-        code, out, err = called(line.split(), capsys)
-        assert (code, err, out.startswith("usage: torchring")) == (0, "", True)
-        assert ("-np" in out) is line.startswith("run")
-    assert called(["--version"], capsys) == (0, f"torchring {torchring.__version__}\n", "")
 
 
 def test_the_command_is_installed() -> None:
