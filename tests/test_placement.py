@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from torchring import placement
-from torchring.placement import advice, bind, in_words, numbers_in, share_of, topology_of
+from torchring.placement import advice, bind, in_words, numbers_in, topology_of
 
 
 def machine(
@@ -60,15 +60,6 @@ def test_each_rank_gets_cores_of_its_own_or_a_node(tmp_path: Path) -> None:
     ):
         assert shares(tmp_path, mode, size, allowed) == expected
         assert bind(mode, 0, size, allowed, tmp_path)[1] == threads
-
-
-def test_each_rank_has_a_core_and_no_core_is_taken_twice(tmp_path: Path) -> None:
-    allowed = machine(tmp_path, ([(i,) for i in range(5)], [(i,) for i in range(5, 8)], [(8,)]))
-    topology = topology_of(allowed, tmp_path)
-    for size in range(1, 10):
-        got = [core for index in range(size) for core in share_of(topology, "core", index, size)]
-        assert len(set(got)) == len(got), size
-        assert all(share_of(topology, "core", index, size) for index in range(size))
 
 
 def test_a_job_shares_out_what_it_may_use(tmp_path: Path) -> None:
