@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from torchring import DistributedOptimizer
 from torchring.default_world import default_world
 from torchring.errors import GradientError, RingError
 from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.layout import BucketLayout
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.views import CAN_SWAP
 from torchring.memory import semaphore
@@ -385,6 +387,59 @@ def test_a_backward_aborted_on_one_rank_is_told_and_not_trained_through(
     assert rank == 0 or outcomes[1] == "ArithmeticError: an error in a custom function"
     assert "a backward was aborted on rank 1 after part of its gradients had left" in outcomes[1 + rank]
     assert stepped == [True, False, False]
+
+
+@pytest.mark.parametrize("overlap", ["inline", "thread"])
+@ranks(2)
+def test_a_backward_that_fails_on_one_rank_before_anything_has_left_is_its_own(
+    overlap: str, rank: int, world_size: int
+) -> None:
+    """The next one is that which the other rank is in. There is one bucket, which does not become full."""
+    model = Deep()
+    optimizer = wrapped(model, overlap=overlap)
+    for step in range(3):
+        optimizer.zero_grad()
+        if rank == 1:
+            model.fails = True
+            assert attempt(model(batch(rank, step)).backward).startswith("ArithmeticError")
+            assert attempt(optimizer.step).startswith("GradientError")
+            optimizer.zero_grad()
+            model.fails = False
+        model(batch(rank, step)).backward()
+        check_gradients(model, mean_over_ranks([model] * world_size, model, step), f"step {step}")
+    assert optimizer.stats().num_reductions == 3
+
+
+@ranks(2, start=run_ranks)
+def test_a_reduction_that_cannot_begin_on_one_rank_is_no_reduction_on_any(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 cannot have the buffers that the order of the first reduction asks for. The other learns why, at once."""
+    torchring.init(timeout_seconds=20)
+    model = Net()
+    optimizer = wrapped(model, bucket_mb=0.0)
+    model(batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    if rank == 1:
+        monkeypatch.setattr(BucketLayout, "_open", mock.Mock(side_effect=OSError("no space left")))
+    first = attempt(model(batch(rank, 1)).backward)
+    told = "rank 1 stopped: the reduction of gradients was interrupted by OSError: no space left"
+    assert first == "OSError: no space left" if rank == 1 else told in first
+    assert "the last backward did not reduce its gradients" in attempt(optimizer.step)
+    assert "an earlier backward failed" in attempt(model(batch(rank, 1)).backward)
+
+
+@ranks(2, start=run_ranks)
+def test_a_skip_that_fails_ends_as_a_backward_that_fails(rank: int) -> None:
+    model = Net()
+    optimizer = wrapped(model)
+    if rank == 1:
+        torchring.shutdown()
+        return
+    first, second = attempt(optimizer.skip), attempt(model(batch(rank)).sum().backward)
+    assert first.startswith("PeerLostError"), first
+    assert second.startswith("GradientError: an earlier backward failed: "), second
 
 
 # Several optimizers
