@@ -394,6 +394,14 @@ def test_odd_ways(rank: int) -> None:
     assert _first(a, b) == [1.5, None]
 
     optimizer.zero_grad()
+    with optimizer.no_sync():
+        _skip_on_1(rank, optimizer, a + b)
+    optimizer.zero_grad()  # nobody has skipped anything any more
+    a.grad = torch.full_like(a, 3.0) if rank == 0 else None
+    optimizer.synchronize()
+    assert _first(a) == [1.5]
+
+    optimizer.zero_grad()
     b.requires_grad_(False)
     _backward(optimizer, a * (rank + 1.0), float(rank))  # 0 on rank 0
     assert _first(a, b) == [2.0, None]
