@@ -175,9 +175,9 @@ _SCRIPTS = {
     **CASES["several"],
     **{
         name: script
-        for about in ("kinds of parameters", "PyTorch", "optimizers", "zeroing and clipping")
+        for about in ("kinds of parameters", "optimizers", "zeroing and clipping")
         for name, script in CASES[about].items()
-        if name.startswith(("tied", "complex", "freezing ttf", "SWA", "GradScaler", "a group", "clip"))
+        if name.startswith(("tied", "complex", "freezing ttf", "GradScaler", "a group", "clip"))
     },
     "weigh": (weighted, 2, "accumulate", 1, {}),
     "skip": (skipping, True, {}),
