@@ -181,6 +181,18 @@ def test_who_is_named_when_several_have_found_something() -> None:
 # Engines
 
 
+def test_a_device_that_is_stuck_is_told_to_stop_without_asking_it() -> None:
+    """Kernels look at a word in the host's memory."""
+    with FakeAccelerator("lazy").installed() as accelerator:
+        engine = Engine("direct", LonelyGroup(0, CPU), accelerator)
+        stream = accelerator.open_stream()
+        stream.mark()
+        accelerator.calls.clear()
+        stream.run(engine.abort)
+        assert (accelerator.calls, len(stream.queue)) == ({}, 1), "nothing was waited for, or queued behind"
+        assert [int(word) for word in accelerator.host_words] == [1]
+
+
 @pytest.mark.parametrize(("algorithm", "also"), [("ring", "'native'"), ("direct", "'hierarchical'")])
 def test_kernels_that_share_memory_take_one_host(accelerator: FakeAccelerator, algorithm: str, also: str) -> None:
     world: Any = SimpleNamespace(hosts=((0,), (1,)), rank=0)

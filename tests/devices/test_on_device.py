@@ -541,6 +541,30 @@ def test_another_default_device(rank: int) -> str:
     return digest(model.parameters())
 
 
+@scenario()
+def test_what_an_aborted_reduction_leaves_in_grad(rank: int) -> None:
+    """This rank's own gradient; or NaN, if it was packed into the buffer that others may have written to since.
+
+    The backward fails on all ranks after its first buckets had left; nobody zeroes the gradients.
+    """
+    with device() as accelerator:
+        model, optimizer = _wrapped(bucket_mb=_SMALL_MB)
+        x = torch.ones(1, 8) * (rank + 1)
+        for set_to_none in (True, False):
+            _steps(rank, model, optimizer, range(2))
+            optimizer.zero_grad(set_to_none=set_to_none)
+            attempt(lambda: model[1:](scripts.Raises.apply(model[0](x))).sum().backward())
+            local = torch.autograd.grad(model(x).sum(), list(model.parameters())[2:])
+            left = [p.grad for p in model.parameters()][2:]
+            kept = [torch.equal(mine, theirs) for mine, theirs in zip(left, local, strict=True)]
+            nan = [bool(mine.isnan().all()) for mine in left]
+            assert all(a or b for a, b in zip(kept, nan, strict=True))
+            assert any(kept)
+            assert any(nan)
+            optimizer.zero_grad()
+            accelerator.synchronize()
+
+
 @scenario(["zeroed", "kept", "kept by name", "the optimizer is kept", "failed"])
 def test_memory_of_an_earlier_world_is_given_back(what: str, rank: int) -> None:
     """Whatever of it a script keeps: peers that have died leave their memory mapped here."""

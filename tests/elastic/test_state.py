@@ -3,6 +3,7 @@ iteration is as if nothing had been."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import threading
@@ -85,6 +86,32 @@ def test_a_world_of_one_is_left_before_a_step() -> None:
     optimizer.step(closure)
     with pytest.raises(GenerationOver):
         optimizer.step(closure)
+
+
+@pytest.mark.parametrize("makes_step", [False, True])
+def test_after_the_last_commit_of_an_epoch_it_is_not_trained_again(makes_step: bool) -> None:
+    """An exception comes at the first batch of the next epoch, or after its step, which is not committed."""
+    data = TensorDataset(torch.ones(4, 2))
+    sampler = torchring.elastic.Sampler(data, batch_size=2)
+    state = torchring.elastic.State(**parts(), sampler=sampler, epoch=0)
+    entered(state)
+
+    def train(num_steps: int) -> None:
+        sampler.set_epoch(state.epoch)
+        for (x,) in itertools.islice(DataLoader(data, batch_sampler=sampler), num_steps):
+            state.optimizer.weigh(sampler.weight())
+            state.model(x).sum().backward()
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+
+    train(2)
+    state.commit()
+    state.epoch = 1
+    train(int(makes_step))
+    state._return_to_commit()
+    assert (state.epoch, sampler.position) == (0, 4)
+    sampler.set_epoch(0)
+    assert list(sampler) == []
 
 
 def test_a_checkpoint_is_named_and_one_of_another_model_is_refused(

@@ -19,6 +19,7 @@ from tests.support.training import values
 from torchring.elastic.worker import worker as workers
 from torchring.errors import GradientError, PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.horovod import elastic
+from torchring.horovod.elastic import state as states
 
 
 def trained(steps: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -69,6 +70,53 @@ def test_all_ranks_go_on_from_rank_0s_state_and_from_their_last_commit(rank: int
     hvd.shutdown()
 
 
+def test_values_of_types_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handler(states.StateHandler[set[int]]):
+        def save(self) -> None:
+            self.saved = {*self.value}
+
+        def restore(self) -> None:
+            self.value &= self.saved
+
+        def sync(self) -> None:
+            self.value.add(10)
+
+    before = states.get_handler_registry()
+    monkeypatch.setattr(states, "_registry", before)
+    states.set_handler_registry([(set, Handler), *before])
+    state = elastic.TorchState(seen=set())
+    monkeypatch.setattr(hvd, "broadcast_object", lambda obj, name: obj)
+    state.sync()
+    state.seen.add(11)
+    state.restore()
+    assert state.seen == {10}
+
+
+@ranks(2)
+def test_hosts_updated_is_raised_once_and_as_rank_0_was_told(rank: int) -> None:
+    """Each row: what the ranks are told before a commit, when, and whether they go on without sync, or nothing."""
+    hvd.init()
+    state = elastic.ObjectState()
+    removed, added = states.REMOVED, states.ADDED
+    told: list[tuple[list[tuple[float, int]], list[tuple[float, int]], bool | None]] = [
+        ([(1.0, removed)], [(1.0, added)], True),
+        ([], [], None),
+        ([(2.0, removed), (3.0, added)], [], False),
+        ([(3.0, added)], [], None),  # old news
+        ([], [(9.0, added)], None),
+    ]
+    for *announced, skips_sync in told:
+        for when, change in announced[rank]:
+            state.on_hosts_updated(when, change)
+        found = None
+        try:
+            state.commit()
+        except elastic.HostsUpdatedInterrupt as interrupt:
+            found = interrupt.skip_sync
+        assert found is skips_sync
+    hvd.shutdown()
+
+
 class Failing(elastic.State):
     """Counts what is done with it."""
 
@@ -93,7 +141,7 @@ def failure(cause: Exception, **facts: object) -> elastic.HorovodInternalError:
     return error
 
 
-_MISMATCH = elastic.HorovodInternalError("other shapes")
+_MISMATCH = failure(PlanMismatchError("other shapes"))
 _COMMIT = "a commit, and a mismatch"
 _AGAIN = "restore callback sync train"
 
@@ -181,6 +229,52 @@ def test_samples_that_are_left_are_shared_out_anew_and_shuffled_alike(monkeypatc
         epochs[1] += sampler
     assert [sorted(epoch) for epoch in epochs] == [[*range(10)]] * 2
     assert epochs[0] != epochs[1]
+
+
+def test_a_sampler_of_a_state_follows_commits_and_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    (sampler,) = samplers(monkeypatch, 1, shuffle=False)
+    state = elastic.TorchState(sampler=sampler)
+    sampler.record_batch(0, 4)
+    state.save()
+    sampler.record_batch(1, 4)
+    state.restore()
+    assert sampler.processed_num == 4
+    monkeypatch.setattr(hvd, "size", lambda: 2)
+    state.on_reset()  # hosts were removed: no sync
+    assert list(sampler) == [4, 6, 8]
+
+
+@ranks(2)
+def test_ranks_go_on_together_after_a_mismatch(rank: int) -> None:
+    """The collectives themselves: rank 0's state everywhere, then the last commit's."""
+    hvd.init()
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), named_parameters=model.named_parameters()
+    )
+    sampler = elastic.ElasticSampler(range(8), shuffle=False)
+    state = elastic.TorchState(model, optimizer, sampler=sampler, batch=10 * rank)
+    starts: list[Any] = []
+
+    @elastic.run
+    def train(state: elastic.TorchState) -> None:
+        starts.append([state.batch, list(state.sampler)])
+        for batch in range(state.batch, 4):
+            state.batch = batch
+            optimizer.zero_grad()
+            model(torch.full((1, 2), float(rank + 1))).sum().backward()
+            optimizer.step()
+            if state.batch == 1:
+                state.sampler.record_batch(0, 2)
+                state.commit()
+            if state.batch == 2 and len(starts) == 1:
+                hvd.allreduce(torch.ones(2 + rank), name="other shapes")
+
+    train(state)
+    assert starts == [[0, [rank, rank + 2, rank + 4, rank + 6]], [1, [4 + rank, 6 + rank]]]
+    assert_same_everywhere(model.parameters())
+    hvd.shutdown()
 
 
 # ---- under a driver: ranks are lost, leave, and come

@@ -20,7 +20,7 @@ from tests.support.commands import Launcher
 from tests.support.harness import is_running, patient, wait_until
 from tests.support.netns import needs_hosts
 from torchring.bench.netns import INTERFACE, Network
-from torchring.launch import agent
+from torchring.launch import agent, reaper
 from torchring.launch import launcher as run_module
 from torchring.launch.hosts import Host, HostPlan, LaunchError, is_here, parse_hostfile, parse_hosts, share_out
 from torchring.launch.launcher import start
@@ -170,6 +170,26 @@ def test_the_reaper_collects_orphans(tmp_path: Path) -> None:
     wait_until(lambda: len(children.read_text().split()) == 1, "the orphans to be collected")
     os.close(lifeline)
     assert process.wait(patient(20)) == 143
+
+
+def test_the_reaper_meets_a_process_of_another_user(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It goes on with the others."""
+    own, really_kill = subprocess.Popen(["sleep", "60"]), os.kill
+
+    def kill(pid: int, number: int) -> None:
+        if pid == 1:
+            raise PermissionError
+        really_kill(pid, number)
+
+    monkeypatch.setattr(reaper.os, "kill", kill)
+    reaper._kill(lambda: {1, own.pid} if own.poll() is None else {1})
+    assert own.wait() == -signal.SIGKILL
+    assert capfd.readouterr().err == "torchring run: processes of another user still run: [1]\n"
+    monkeypatch.setattr(reaper.os.path, "exists", lambda path: False)
+    reaper._kill(set)
+    assert "there is no /proc" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("beats", [True, False])

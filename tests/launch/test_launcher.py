@@ -111,6 +111,11 @@ Path(os.environ["REPORTS"], str(torchring.rank())).write_text(said)
 # What is missing
 
 
+def test_a_script_that_forgets_to_wrap_is_told(launcher: Launcher) -> None:
+    code = "import torch, torchring\n(torch.ones(1, requires_grad=True) * 2).sum().backward()"
+    assert "never met the others" in launcher.run("run", "-np", "2", launcher.script(code)).stderr
+
+
 def test_without_a_package_there_is_a_sentence(launcher: Launcher) -> None:
     """The same one from all commands, and as the last line of a script's traceback."""
     launcher.script("", "train.py")

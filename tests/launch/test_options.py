@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,21 @@ def test_srun_starts_a_step_that_reads_what_ssh_reads() -> None:
     assert "secret" not in " ".join(jobs[1].command)
 
 
+def test_a_python_with_an_equals_sign_in_its_path_starts_on_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "a=b"))
+    (tmp_path / "a=b").symlink_to(os.path.realpath("/proc/self/exe"))
+    for name in ("A", "LD_A"):
+        command = [sys.executable, "-I", "-c", f"import os; print(os.environ[{name!r}])"]
+        job = host_job("b", command, {name: "b c"}, environ={}, silence=9.0)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(["sh", "-c", job.command[-1]], **pipes) as process:  # type: ignore[call-overload]
+            process.stdin.write(job.variables)
+            process.stdin.flush()
+            assert process.stdout.read() == b"b c\n"
+
+
 @pytest.mark.parametrize(
     ("line", "limits", "slots"),
     [
@@ -202,36 +219,41 @@ def test_options_that_are_wrong(
     assert "_positive" not in err, "a name of ours, which says nothing to a user"
 
 
-def test_hints_after_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import torch\nimport horovod.torch as hvd\n")
-    for line, code, hint in [
-        ("-np 2", 7, f"{script} imports horovod: with --horovod, `import horovod.torch` finds torchring.horovod"),
+@pytest.mark.parametrize(
+    ("line", "code", "hint"),
+    [
+        ("-np 2", 7, "{} imports horovod: with --horovod, `import horovod.torch` finds torchring.horovod"),
         ("-np 2", 0, ""),
         ("-np 2 --horovod", 7, ""),
         (
-            "--min-np 1 -np 2 --horovod",
+            "--min-np 1 --horovod -np 2",
             7,
             "--min-np made this an elastic job, whose script has to use torchring.elastic",
         ),
-    ]:
-        for name in ("start", "start_elastic"):
-            monkeypatch.setattr(cli, name, lambda *_, code=code, **__: code)
-        assert run(*line.split(), str(script)) == code
-        assert capsys.readouterr().err == (f"torchring run: {hint}\n" if hint else "")
+        ("--min-np 1 --elastic --horovod -np 2", 7, ""),
+    ],
+)
+def test_hints_after_a_failure(
+    line: str, code: int, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("start", "start_elastic"):
+        monkeypatch.setattr(cli, name, lambda *_, **__: code)
+    (tmp_path / "train.py").write_text("import torch\nimport horovod.torch as hvd\n")
+    assert run(*line.split(), str(tmp_path / "train.py")) == code
+    assert capsys.readouterr().err == (f"torchring run: {hint}\n".format(tmp_path / "train.py") if hint else "")
 
 
-def test_a_script_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_missing_script_is_2_with_a_plain_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     for line, complaint in [
+        (f"{tmp_path}/nowhere.py", f"there is no script '{tmp_path}/nowhere.py'"),
         (f"{tmp_path}", f"'{tmp_path}' is a directory without a __main__.py"),
         (f"{tmp_path}/trian.py", f"there is no script '{tmp_path}/trian.py'; did you mean train.py?"),
-        (f"--trace {__file__}", f"say which script to run: {__file__} was taken for --trace DIR"),
     ]:
         assert run("-np", "2", *line.split()) == 2
-        assert f"torchring run: {complaint}\n" in capsys.readouterr().err
+        assert capsys.readouterr() == ("", f"torchring run: {complaint}\n")
+    assert run("-np", "2", "--trace", __file__) == 2
+    assert f"say which script to run: {__file__} was taken for --trace DIR\n" in capsys.readouterr().err
 
 
 # ---- horovodrun's

@@ -133,7 +133,10 @@ _BAD: Final[dict[str, tuple[Call, str]]] = {
     "no module": (lambda: wrap(_sgd(_model()), _model().state_dict()), "TypeError: .*Module.*(OrderedDict|dict)"),
     "grad_dtype": (_wrap(_grad_dtype), "ValueError: .*2.bias.*grad_dtype=torch.float32"),
     "other model": (lambda: wrap(_sgd(_model()), _model()), r"ValueError: .*\(5, 4\).*model"),
-    "half foreign": (_half_foreign, r"ValueError: group1.param0.*\(7, 3\)"),
+    "half foreign": (
+        _half_foreign,
+        r"ValueError: group1.param0.*\(7, 3\)(?s:.*)pass torch.nn.ModuleList\(\[model, loss\]\)",
+    ),
     "foreign tensor": (_with_member(lambda _: nn.Parameter(torch.zeros(3, 9))), r"ValueError: .*\(3, 9\)"),
     "non-leaf": (_with_member(lambda model: model[0].weight * 2, False), "(Value|Type)Error: .*param4.*leaf"),
     "not a tensor": (_with_member(lambda _: 3.5, False), "(Value|Type)Error: .*param4.*(float|3.5)"),

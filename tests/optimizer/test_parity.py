@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchring
-from tests.support.checks import assert_bitwise, assert_same_everywhere, assert_within_rounding
+from tests.support.checks import assert_bitwise, assert_same_everywhere, assert_within_rounding, digest
 from tests.support.harness import ranks, run_ranks
 
 _LAYER_MB = 300 / 2**20  # 300 bytes: every layer of the odd model closes a bucket, small ones share one
@@ -184,3 +184,14 @@ def test_these_comparisons_fail_without_a_reduction(rank: int) -> None:
         _assert_ranks_agree(alone)
     with pytest.raises(AssertionError, match="roundings"):
         _assert_means(alone, 4)
+
+
+@ranks(3)
+def test_direct_does_not_depend_on_the_bucket_layout(rank: int) -> None:
+    """It adds in rank order, so every element meets the same roundings wherever it lies."""
+    digests = set()
+    for bucket_mb, overlap in ((0, "inline"), (_LAYER_MB, "thread"), (25.0, "inline"), (25.0, "thread")):
+        case = Case(options={"algorithm": "direct", "bucket_mb": bucket_mb, "overlap": overlap})
+        digests.add(digest(_train(rank, 3, case, "torchring").parameters[-1]))
+        torchring.shutdown()
+    assert len(digests) == 1

@@ -18,7 +18,9 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import torchring
 from tests.support.checks import assert_same_on_all_ranks, assert_within_rounding, digest
@@ -240,6 +242,58 @@ def _sam(side: Side, how: str) -> list[Any]:
         first, second = torchring.all_gather(model.get_buffer("1.running_var")[None])
         assert torch.equal(first, second)
     return values(model)
+
+
+# Features of PyTorch that change what a parameter is, or how its gradient comes about
+
+
+class _Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+def _parametrized(side: Side) -> Sequence[Tensor]:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    parametrize.register_parametrization(model[0], "weight", _Symmetric())
+    parametrizations.orthogonal(model[2])
+    train(side, model, side.wrap(momentum(model), model), range(4))
+    return values(model)
+
+
+def _functional(side: Side) -> Sequence[Tensor]:
+    """torch.func: a call of the module with its parameters as arguments, and gradients per sample within the loss."""
+    model = small_model()
+
+    def loss(rank: int, step: int) -> Tensor:
+        parameters = dict(model.named_parameters())
+        x, y = batch(rank, step)
+
+        def of_sample(x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.mse_loss(torch.func.functional_call(model, parameters, (x,)), y)
+
+        slopes = torch.func.vmap(torch.func.grad(of_sample))(x, y)
+        return torch.func.vmap(of_sample)(x, y).mean() + 0.1 * slopes.square().mean()
+
+    train(side, model, side.wrap(momentum(model), model), range(4), loss)
+    return values(model)
+
+
+def _averaged(side: Side) -> Sequence[Tensor]:
+    """SWA and an EMA of the parameters, and BatchNorm statistics for the average."""
+    model = small_model()
+    averages = AveragedModel(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = side.wrap(momentum(model), model)
+    for step in range(4):
+        train(side, model, optimizer, [step])
+        if step == 1 and 0 in side.mine:  # nothing is sent for a copy of the model: a rank may use it as it likes
+            loss_on(copy.deepcopy(model), 0, 0).backward()
+        for average in averages:
+            average.update_parameters(model)
+    norm = nn.Sequential(averages[0].module, nn.BatchNorm1d(2, dtype=torch.float64))
+    update_bn([batch(0, step)[0] for step in range(2)], norm)
+    assert norm[1].running_mean is not None
+    return [*values(averages[0]), *values(averages[1]), norm[1].running_mean]
 
 
 def _elsewhere(side: Side, algorithm: str) -> Sequence[Any]:
@@ -598,6 +652,9 @@ CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "layers, native": (ordered, "another each step", _NATIVE),
     },
     "PyTorch": {
+        "parametrizations": (_parametrized,),
+        "torch.func": (_functional,),
+        "SWA and EMA": (_averaged,),
         "default device": (_elsewhere, "direct"),
         "default device, native": (_elsewhere, "native"),
     },

@@ -249,7 +249,7 @@ class _Owns(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor, value: float) -> Tensor:
-        self.queue[0] = value
+        self.queue.data[0] = value  # leaves no version
         self.average += value
         self.grows = torch.full((2,), value)
         self.cache.fill_(value)
@@ -369,3 +369,21 @@ def test_what_nobody_can_write_to_is_left_out() -> None:
     assert spec.find() is model.total
     del model
     assert spec.find() is None, "this keeps the memory of a model that is gone"
+
+
+@ranks(2)
+def test_a_graph_may_be_used_again_until_the_step(rank: int) -> None:
+    model = norm_model()
+    optimizer = _wrapped(model)
+    loss = model(norm_batch(rank, 0)).square().mean()
+    loss.backward(retain_graph=True)
+    _step(optimizer, loss)
+
+
+@ranks(2)
+def test_statistics_of_layers_that_are_no_batchnorm(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), torch.jit.trace(nn.BatchNorm1d(2), torch.ones(3, 2)))
+    _step(_wrapped(model), model(norm_batch(rank, 0, torch.float32)).square().mean())
+    assert len(list(model.buffers())) == 3
+    assert_same_everywhere(model.buffers())
+    assert all(float(each.double().square().sum()) > 0 for each in model.buffers())

@@ -6,7 +6,9 @@ import copy
 import io
 import os
 import pickle
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchring
 from tests.platforms.cases import Cases, assert_refused, close, flat, run_page, same, too_large_scale, without_torchrun
+from tests.support.commands import finish, free_port, start
 from tests.support.documents import ROOT
+from tests.support.training import attempt
 from torchring.gradients.views import CAN_SWAP
 
 pytestmark = pytest.mark.platforms
@@ -125,6 +129,7 @@ def test_a_checkpoint_has_all_of_the_state(rank: int) -> None:
 
 @case
 def test_several_models_and_optimizers(rank: int) -> None:
+    """Two models with an optimizer of their own, and one with a loose parameter, over both models' heads."""
     from accelerate import Accelerator
 
     found = []
@@ -148,6 +153,21 @@ def test_several_models_and_optimizers(rank: int) -> None:
             assert [each.optimizer.stats().num_reductions for each in (one, two)] == [2, 2]
             assert [each.optimizers for each in schedules] == [[one], [two]]
     assert found[0] == close(found[1])
+    accelerator = _accelerator(_ring())
+    first, second, loose = _model(), _model(1), nn.Parameter(torch.tensor(float(rank)))
+    parameters = [*first.parameters(), *second.parameters(), loose]
+    first, second, optimizer = accelerator.prepare(first, second, torch.optim.SGD(parameters, 0.1))
+    for x, y in _loader(4):
+        accelerator.backward(mse_loss(loose * (first(x + rank) + second(x)), y))
+    optimizer.step()
+    buffers = [buffer.flatten().double() for model in (first, second) for buffer in model.buffers()]
+    same([*_weights(first, second), loose.item(), *torch.cat(buffers).tolist()])
+    # For another training, with the old one alive.
+    again = accelerator.prepare(torch.optim.SGD(first.parameters(), 0.1))
+    accelerator.backward(first(torch.randn(4, 8)).sum())
+    again.step()
+    same(_weights(first))
+    assert attempt(optimizer.step).startswith("ValueError: this DistributedOptimizer is closed")
 
 
 @case
@@ -201,6 +221,11 @@ def test_a_mistake_is_an_error(rank: int) -> None:
         accelerator.backward(model(torch.randn(4, 8)).sum())
         optimizer.step()
 
+    def late() -> None:
+        accelerator, model = _accelerator(ring), _model()
+        optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        accelerator.prepare(model, optimizer)
+
     def both() -> None:
         accelerator, model = _accelerator(Accelerator), _model()
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), 0.1), model)
@@ -208,11 +233,24 @@ def test_a_mistake_is_an_error(rank: int) -> None:
         accelerator.backward(model(torch.randn(4, 8)).sum())
         optimizer.step()
 
+    def foreign() -> None:
+        model = _model()
+        _, optimizer = _accelerator(Accelerator).prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        _accelerator(ring).prepare(optimizer)
+
     def half() -> None:
         accelerator, model = _accelerator(ring), _model()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD([model[0].weight], 0.1))
         accelerator.backward(model(torch.randn(4, 8)).sum())
         optimizer.step()
+
+    def seen_before() -> None:
+        _accelerator(Accelerator, cpu=False)  # takes this process for the only one
+        ring()
+
+    def launched_with_fsdp() -> None:
+        with mock.patch.dict(os.environ, ACCELERATE_USE_FSDP="true"):
+            ring()
 
     def with_fsdp() -> None:
         with mock.patch.dict(os.environ):
@@ -228,6 +266,32 @@ def test_a_mistake_is_an_error(rank: int) -> None:
         (with_fsdp, "ValueError: fsdp_plugin asks for an engine"),
         (lambda: _accelerator(ring, kwargs_handlers=[hook]), "wrap_options={'compression': 'bf16'}"),
         (alone, "GradientError: nobody reduces the gradients of the Sequential"),
+        (late, "ValueError: the optimizer of this Sequential was prepared before the model"),
         (both, "belongs to a DistributedDataParallel", "with Accelerate, use torchring.accelerate.RingAccelerator"),
+        (foreign, "ValueError: this optimizer was prepared by another Accelerator"),
         (half, "GradientError: 0.bias, 1.weight, 1.bias and 2 more get gradients that nobody reduces"),
+        (seen_before, "TopologyError: Accelerate sees 1 of 2 processes"),
+        (launched_with_fsdp, "ValueError: ACCELERATE_USE_FSDP=true asks for an engine"),
     )  # fmt: skip
+
+
+SCRIPT = """
+import sys
+import torch
+from torchring.accelerate import RingAccelerator
+accelerator = RingAccelerator()
+model = torch.nn.Linear(1, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+accelerator.backward(model(torch.ones(1, 1) * accelerator.process_index).sum())
+sys.stdout.write(f"size {accelerator.num_processes} gradient {model.weight.grad.item()}\\n")
+"""
+
+
+def test_accelerate_launch_on_cpus(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    program = Path(sys.executable).with_name("accelerate")
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    command = f"launch --multi_gpu --num_processes 2 --main_process_port {free_port()} train.py".split()
+    done = finish(start([program, *command], env, tmp_path), seconds=90)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("size 2 gradient 0.5") == 2

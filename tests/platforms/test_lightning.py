@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from tests.support.harness import wait_until
 from tests.support.training import attempt
 from torchring.default_world import default_world
 from torchring.gradients.views import CAN_SWAP
+from torchring.observe.recorder.writer import recorder_of
+from torchring.observer import Phase
 from torchring.rendezvous.environment import ELASTIC
 
 pytestmark = pytest.mark.platforms
@@ -35,16 +38,17 @@ PAGE = ROOT / "docs" / "platforms" / "lightning.md"
 def modules() -> types.SimpleNamespace:
     """The LightningModules of these tests. Lightning is imported only where they are needed."""
     import lightning
-    from torch.optim.lr_scheduler import StepLR
+    from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
     class Regression(lightning.LightningModule):
         """With buffers, a schedule, and a metric that is reduced."""
 
-        def __init__(self, norm: bool = False) -> None:
+        def __init__(self, norm: bool = False, plateau: bool = False) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.num_reductions = 0
+            self.lr, self.plateau, self.num_reductions = 0.01, plateau, 0
             self.losses: list[float] = []
+            self.is_forward_known: list[bool] = []
             middle = nn.BatchNorm1d(16) if norm else nn.Identity()
             self.net = nn.Sequential(nn.Linear(8, 16, bias=not norm), middle, nn.Tanh(), nn.Linear(16, 1))
 
@@ -53,11 +57,17 @@ def modules() -> types.SimpleNamespace:
             self.losses.append(loss.item())
             return loss
 
+        def on_after_backward(self) -> None:
+            self.is_forward_known.append(int(Phase.FORWARD) in recorder_of(default_world())._stamps[::2])
+
         def validation_step(self, batch: Any, _: int) -> None:
             self.log("val", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+            optimizer = torch.optim.AdamW(self.parameters(), self.lr)
+            if self.plateau:
+                schedule = ReduceLROnPlateau(optimizer, patience=0)
+                return {"optimizer": optimizer, "lr_scheduler": schedule, "monitor": "val"}
             return [optimizer], [{"scheduler": StepLR(optimizer, 3, 0.7), "interval": "step"}]
 
         def on_train_end(self) -> None:
@@ -128,10 +138,16 @@ def fitted(make: Callable[[], Any], strategy: Any = "torchring", **options: Any)
 
 @case
 def test_it_trains_as_with_ddp(rank: int) -> None:
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
     from lightning.pytorch.plugins import MixedPrecision
 
     kinds = modules()
+    plateau = functools.partial(kinds.Regression, plateau=True)
+    monitor = {"monitor": "val", "mode": "min"}
+
+    def stopping() -> dict[str, Any]:
+        stop = EarlyStopping(**monitor, patience=1, min_delta=0.05)
+        return {"max_epochs": 6, "callbacks": [stop, ModelCheckpoint("plateau", **monitor)]}
 
     def averaging() -> dict[str, Any]:
         callbacks = [StochasticWeightAveraging(0.02, swa_epoch_start=1)]
@@ -147,6 +163,7 @@ def test_it_trains_as_with_ddp(rank: int) -> None:
         (kinds.Regression, lambda: {"precision": "bf16-mixed"}, 16),
         (kinds.Regression, scaled, 16),
         (kinds.Gan, dict, 32),
+        (plateau, stopping, 0),
         (kinds.Regression, averaging, 24),
     ]
     for make, options, num_reductions in cases:
@@ -156,7 +173,7 @@ def test_it_trains_as_with_ddp(rank: int) -> None:
         assert mine.losses == close(its.losses)
         assert metrics == close(expected)
         assert ring.current_epoch == ddp.current_epoch
-        assert num_reductions == mine.num_reductions
+        assert num_reductions == mine.num_reductions if num_reductions else ring.current_epoch < 6
         same(weights(mine))
         first, second = torchring.all_gather_object(mine.losses)
         assert first != second
@@ -199,6 +216,11 @@ def test_checkpoints_are_those_of_one_device(rank: int) -> None:
     module = kinds.Regression()
     trainer().fit(module, loader(), ckpt_path="alone.ckpt")
     assert same(weights(module)) != weights_of(plain)
+    if rank == 0:
+        module = kinds.Regression()
+        trainer("auto", 1, max_epochs=3).fit(module, loader(), ckpt_path="plain/epoch=1.ckpt")
+        assert len(module.losses) == 16  # the third epoch, on all of the data
+    torchring.barrier()
 
 
 def keys(checkpoint: dict[str, Any]) -> list[Any]:
@@ -209,8 +231,34 @@ def keys(checkpoint: dict[str, Any]) -> list[Any]:
 
 
 @case
+def test_a_module_is_fitted_again(rank: int) -> None:
+    """By one Trainer and by another, and a search for the learning rate comes before one."""
+    from lightning.pytorch.tuner import Tuner
+
+    found = []
+    for strategy, devices in (("ddp", 2), ("torchring", "auto")):
+        module = modules().Regression()
+        own = trainer(strategy, devices, max_epochs=1)
+        own.fit(module, loader())
+        own.fit_loop.max_epochs = 2
+        own.fit(module, loader())
+        trainer(strategy, devices, max_epochs=1).fit(module, loader())
+        third = trainer(strategy, devices, max_epochs=1)
+        Tuner(third).lr_find(module, loader(256), num_training=20)
+        third.fit(module, loader())
+        third.validate(module, loader(16), verbose=False)
+        found.append([module.lr, len(module.losses), *weights(module)])
+    assert found[1] == close(found[0])
+    assert same(found[1])[0] != 0.01
+    assert not [hook for p in module.parameters() for hook in (p._post_accumulate_grad_hooks or ())]
+    assert [type(each) for each in own.optimizers] == [torch.optim.AdamW]
+
+
+@case
 def test_batchnorm(rank: int) -> None:
-    """With sync_batchnorm, ranks train as one process that has all batches."""
+    """With sync_batchnorm, ranks train as one process that has all batches. Without it, statistics are averaged."""
+    import lightning
+
     make = functools.partial(modules().Regression, norm=True)
     options = {"num_sanity_val_steps": 0, "use_distributed_sampler": False}
     module, alone = make(), make()
@@ -219,11 +267,40 @@ def test_batchnorm(rank: int) -> None:
     trainer("auto", 1, **options).fit(alone, DataLoader(data(), batch_size=8))
     assert same(weights(module)) == pytest.approx(weights(alone), rel=1e-4, abs=1e-6)
     assert type(module.net[1]) is nn.BatchNorm1d
+    averaged = make()  # whose last epoch has forwards without a step
+    averaging = lightning.pytorch.callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=1)
+    trainer(callbacks=[averaging, lightning.pytorch.callbacks.ModelCheckpoint("averaged", "{epoch}")]).fit(
+        averaged, loader()
+    )
+    torchring.barrier()
+    assert same(weights(averaged)) == weights_of(torch.load("averaged/epoch=2.ckpt", weights_only=True))
+    assert averaged.net[1].num_batches_tracked == 8  # the last epoch's alone
+
+
+@case
+def test_the_report_sees_forward_and_logs_have_the_names_of_ddp(rank: int) -> None:
+    from lightning.pytorch.callbacks import LearningRateMonitor
+    from lightning.pytorch.loggers import CSVLogger
+
+    assert "trainer.should_stop" in default_world().advice  # to peers that a rank leaves behind
+    recorder = recorder_of(default_world())
+    before = recorder.num_samples_before
+    module = modules().Regression()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = {"callbacks": [LearningRateMonitor()], "enable_checkpointing": False}
+        trainer(logger=CSVLogger("logs"), log_every_n_steps=1, **options).fit(module, loader())
+    torchring.barrier()
+    assert Path("logs/lightning_logs/version_0/metrics.csv").read_text().splitlines()[0] == "lr-AdamW,step"
+    assert recorder.num_samples_before - before == 64
+    assert module.is_forward_known == [True] * 16
+    assert not [str(each.message) for each in caught if "lr_scheduler" in str(each.message)]
 
 
 @case
 def test_mistakes(rank: int) -> None:
     """And wrapped optimizers are left alone."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.pytorch.plugins import FSDPPrecision
 
     from torchring.lightning import RingStrategy
@@ -238,6 +315,12 @@ def test_mistakes(rank: int) -> None:
         def configure_optimizers(self) -> Any:
             optimizer = torchring.wrap(torch.optim.SGD(self.parameters(), 0.1), self)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    class Other(LightningEnvironment):
+        def global_rank(self) -> int:
+            return 0
+
+        def teardown(self) -> None: ...  # would take WORLD_SIZE from the environment
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(default_world(), "launcher", ELASTIC)
@@ -259,8 +342,14 @@ def test_mistakes(rank: int) -> None:
         (lambda: trainer(num_nodes=3), asks.format(1, 3, 3)),
         (lambda: trainer(plugins=[FSDPPrecision("bf16-mixed")]),
          "ValueError: FSDPPrecision works with its own strategy only"),
+        (lambda: RingStrategy(find_unused_parameters=True),
+         "TypeError: RingStrategy does not take find_unused_parameters=True: leave it out"),
         (lambda: RingStrategy(compresion="bf16"),
          "TypeError: RingStrategy does not take compresion='bf16': its options are those of torchring.wrap"),
+        (lambda: fit(kinds.Regression, RingStrategy(compression="fp8"))(),
+         "ValueError: compression must be one of None, 'fp16', 'bf16', got 'fp8'"),
+        (fit(kinds.Regression, plugins=[Other()]),
+         "TopologyError: Lightning's Other says that the ranks 0 to 1 are 0 of 2, 0 of 2"),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import signal
 import sys
@@ -49,8 +50,8 @@ def start_ray(folder: str) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _ray() -> Iterator[None]:
-    """A Ray of two CPUs for all tests of this file."""
+def logs() -> Iterator[str]:
+    """Starts a Ray of two CPUs for all tests of this file. The folder of its logs."""
     import ray
     from ray import cloudpickle
 
@@ -64,7 +65,7 @@ def _ray() -> Iterator[None]:
         patch.setenv("TORCHRING_LAUNCHER", "none")  # of the shell that started the cluster: no rank trains alone for it
         start_ray(folder)
         cloudpickle.register_pickle_by_value(sys.modules[__name__])  # else each worker would import pytest and torch
-        yield
+        yield str(Path(folder, "session_latest", "logs"))
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
         ray.shutdown()
 
@@ -144,18 +145,27 @@ def test_a_worker_that_is_killed_is_named_and_the_others_end(tmp_path: Path) -> 
     assert_nothing_is_left(tmp_path)
 
 
-def _fails(folder: str, *, what: str) -> None:
+def _trains_alone(folder: str, logs: str, *, what: str) -> None:
+    """Rank 0 returns without having met rank 1, which fails as soon as rank 0 has said so."""
     write_facts(folder)
-    if os.environ["RANK"] == "1":
-        raise KeyError(what)
+    if os.environ["RANK"] == "0":
+        import torch
+
+        torch.nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()
+        return
+    end = time.monotonic() + 120
+    while not any("so each has trained alone" in file.read_text() for file in Path(logs).glob("worker-*.err")):
+        assert time.monotonic() < end, "rank 0 has not said that it was alone"
+        time.sleep(0.02)
+    raise KeyError(what)
 
 
-def test_an_exception_of_a_rank_arrives_with_its_traceback(tmp_path: Path) -> None:
+def test_an_exception_of_a_rank_arrives_with_its_traceback(tmp_path: Path, logs: str) -> None:
     import torchring
 
     with pytest.raises(RuntimeError, match="rank 1 of 2 failed:") as caught:
-        torchring.ray.run(_fails, (str(tmp_path),), {"what": "too small"}, num_workers=2)
-    assert re.search(r"test_ray.py\", line \d+, in _fails\n +raise KeyError", str(caught.value))
+        torchring.ray.run(_trains_alone, (str(tmp_path), logs), {"what": "too small"}, num_workers=2)
+    assert re.search(r"test_ray.py\", line \d+, in _trains_alone\n +raise KeyError", str(caught.value))
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.__cause__.args == ("too small",)
     assert_nothing_is_left(tmp_path)
@@ -248,6 +258,21 @@ def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch: pytest.
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(torchring.TopologyError, match="was called on rank 1 of 2"):
         run(print, num_workers=1)
+
+
+def test_what_cannot_be_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray import cloudpickle
+
+    from torchring.ray.actor import Rank
+
+    monkeypatch.setenv("RANK", "0")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    with pytest.raises(TypeError, match="rank 0 returned lock, which cannot be pickled"):
+        Rank.__new__(Rank).call(("a", "1"), cloudpickle.dumps((threading.Lock, (), {})))
+    assert pickle.loads(Rank.__new__(Rank).call(("a", "1"), cloudpickle.dumps((sys.exit, (0,), {})))) is None
+    with pytest.raises(SystemExit):
+        Rank.__new__(Rank).call(("a", "1"), cloudpickle.dumps((sys.exit, (3,), {})))
 
 
 def test_the_rank_that_failed_first_is_named_and_not_one_that_missed_it(monkeypatch: pytest.MonkeyPatch) -> None:

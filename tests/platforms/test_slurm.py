@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import logging
 import os
 import re
 import signal
@@ -18,6 +20,11 @@ import torch
 from tests.platforms.slurm import Cluster, why_no_slurm
 from tests.support import commands
 from tests.support.documents import snippet
+from torchring.errors import TopologyError
+from torchring.manifest.job_file import JobFile
+from torchring.manifest.slurm import sbatch_script
+from torchring.rendezvous.environment import read_environment
+from torchring.rendezvous.frameworks import refuse_lone_tasks
 
 pytestmark = [
     pytest.mark.platforms,
@@ -146,3 +153,49 @@ def test_an_elastic_job_goes_on_without_a_node(cluster: Cluster, repository: Pat
     first, second = re.findall(r"epoch (\d), image (\d+): (\d) ranks", cluster.output(job))
     assert first == ("0", "0", "3")
     assert (int(second[0]) > 0, second[2]) == (True, "2"), "the second epoch, or a later one"
+
+
+def test_manifests(cluster: Cluster, tmp_path: Path) -> None:
+    say = ["sh", "-c", "echo $SLURM_PROCID of $SLURM_STEP_NUM_TASKS, $OMP_NUM_THREADS threads, $SAID"]
+    plain = JobFile("digits", say, workers=2, cpus=4, memory=64 << 20, processes=2, env={"SAID": "two words"})
+    elastic = dataclasses.replace(plain, command=["python", "train.py"], elastic=(1, 2))
+    for name, written in (("plain", plain), ("elastic", elastic)):
+        (tmp_path / name).write_text(sbatch_script(written))
+    cluster.ask("sbatch", "--test-only", tmp_path / "elastic")
+    job = cluster.submit(tmp_path / "plain", folder=tmp_path)
+    assert cluster.wait(job) == "COMPLETED", cluster.output(job)
+    about = cluster.about(job)
+    assert (about["JobName"], about["MinMemoryNode"]) == ("digits", "64M")
+    lines = [line for line in cluster.output(job).splitlines() if " of " in line]
+    assert sorted(lines) == [f"{rank} of 4, 2 threads, two words" for rank in range(4)]
+
+
+def test_what_slurm_says_to_a_task_and_to_a_batch_script(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tmp_path / "environ.sbatch"
+    script.write_text(
+        "#!/bin/bash\nenv -0 > batch; srun sh -c 'env -0 > $SLURM_PROCID'; srun -N1 -n1 sh -c 'env -0 > one'"
+    )
+    job = cluster.submit("--nodes=2", "--ntasks-per-node=2", script, folder=tmp_path)
+    assert cluster.wait(job) == "COMPLETED", cluster.output(job)
+
+    def environ(name: str) -> dict[str, str]:
+        return dict(line.split("=", 1) for line in (tmp_path / name).read_text().split("\0") if line)
+
+    tasks = [read_environment(environ(str(rank))) for rank in range(4)]
+    assert [(task.launcher, task.rank, task.size, task.local_rank) for task in tasks] == [
+        ("srun", rank, 4, rank % 2) for rank in range(4)
+    ]
+    assert {(task.job, task.master and task.master[0]) for task in tasks} == {(f"{job}.0", "node1")}
+    assert len({task.master for task in tasks}) == 1
+    with pytest.raises(TopologyError, match=r"MASTER_ADDR=127.0.0.1, but srun started processes on 2 hosts"):
+        read_environment({**environ("3"), "MASTER_ADDR": "127.0.0.1"})
+    for name, launcher in (("one", "srun"), ("batch", "none")):
+        assert (read_environment(environ(name)).launcher, read_environment(environ(name)).size) == (launcher, 1)
+        for key, value in environ(name).items():
+            monkeypatch.setenv(key, value)
+        with caplog.at_level(logging.WARNING, "torchring"):
+            if launcher == "none":
+                refuse_lone_tasks()
+    assert "this process trains alone, although its Slurm job has 4 tasks" in caplog.text

@@ -123,7 +123,13 @@ def _look(_: object) -> Iterator[Any]:
     """What a rank has left in a worker that Spark uses again."""
     names = {*_LAUNCH, "LEFT_BY", "GIVEN", "TORCHRING_JOB", "TORCHRING_LAUNCHER", "TORCHRING_PARENT"}
     left = sorted(names & os.environ.keys())
-    yield os.getpid(), torchring.is_initialized(), left
+    yield os.getpid(), torchring.is_initialized(), left, [fd for fd in os.listdir("/proc/self/fd") if _listens(int(fd))]
+
+
+def _listens(descriptor: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as its:
+        return its.family != socket.AF_UNIX and bool(its.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return False
 
 
 def test_ranks_train_as_one_process_does_and_leave_no_trace(spark: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +146,7 @@ def test_ranks_train_as_one_process_does_and_leave_no_trace(spark: Any, capfd: p
 
     looked = spark.sparkContext.parallelize(range(2), 2).mapPartitions(_look).collect()
     assert {pid for pid, *_ in looked} <= {first["pid"], second["pid"]}
-    assert [left for _, *left in looked] == [[False, []]] * 2
+    assert [left for _, *left in looked] == [[False, [], []]] * 2
     again = run(_train, (0.1,), num_proc=2, use_gpu=False, show_output=False)  # maybe with ranks the other way round
     assert [rank["weights"] for rank in again] == [first["weights"]] * 2
     assert (again[0]["CUDA_VISIBLE_DEVICES"], again[0]["GIVEN"]) == ("", None)
@@ -160,11 +166,15 @@ def test_a_barrier_stage_of_the_scripts_own_is_an_error(spark: Any) -> None:
         assert re.match("TopologyError: this is task .*Start the function with torchring.spark.run", said)
 
 
-def test_a_rank_that_raises_is_named_with_its_traceback(spark: Any) -> None:
+def test_a_rank_that_raises_is_named_with_its_traceback(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchring.spark import barrier
 
     expected = r"^rank 1 of 2 \(pid \d+ on .*\) failed:\n(?s:.*)in _train\n(?s:.*)ValueError: this rank fails"
     with pytest.raises(RuntimeError, match=expected):
+        barrier.run(_train, (0.1,), {"fails": 1}, num_proc=2)
+    call = barrier.RankCall  # and where executors cannot connect to the driver
+    monkeypatch.setattr(barrier, "RankCall", lambda payload, driver, *a, **k: call(payload, ("127.0.0.1", 1), *a, **k))
+    with pytest.raises(RuntimeError, match=rf"{expected} on purpose$"):
         barrier.run(_train, (0.1,), {"fails": 1}, num_proc=2)
 
 
@@ -246,10 +256,21 @@ def test_aliases_and_processes_on_the_driver(spark: Any, monkeypatch: pytest.Mon
         assert HorovodRunner(np=-2).run(main, number=3) == (True, 3)
         with pytest.warns(UserWarning, match=r"start_timeout, use_gloo: no meaning here, ignored"):
             assert run(main, (4,), num_proc=2, start_timeout=30, use_gloo=True) == [(True, 4)] * 2
+        assert HorovodRunner(np=0).run(main, number=5) == (True, 5)
     finally:
         aliases.uninstall()
     shown = capsys.readouterr().out
-    assert [shown.count(line) for line in ("[0] hello\n", "[1] hello\n", "hello\n")] == [2, 2, 4]
+    assert [shown.count(line) for line in ("[0] hello\n", "[1] hello\n", "hello\n")] == [2, 2, 5]
+    with pytest.raises(ValueError, match=r"driver_log_verbosity must be one of .*, got 'none'"):
+        horovod.HorovodRunner(np=1, driver_log_verbosity="none")
+
+
+@pytest.mark.grid  # starts three interpreters that import torch
+def test_under_torch_distributor(spark: Any) -> None:
+    from pyspark.ml.torch.distributor import TorchDistributor
+
+    found = TorchDistributor(num_processes=2, local_mode=True, use_gpu=False).run(_train, 0.1)
+    assert found["weights"] == _alone()
 
 
 def test_what_cannot_work_is_refused_at_once(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,21 +302,33 @@ def test_what_cannot_work_is_refused_at_once(spark: Any, monkeypatch: pytest.Mon
             patch.setattr(type(context), "getConf", lambda self, conf=conf: conf)
             assert expected in refused(num_proc=2, **options)
 
+    class Remote:
+        __module__ = "pyspark.sql.connect.session"
+
+    assert "this session is one of Spark Connect" in refused(spark=Remote())
     monkeypatch.setattr(pyspark, "__version__", "3.4.1")
     with pytest.raises(ImportError, match=r"pyspark 3\.5 and newer, up to .* 4\.4, and pyspark 3\.4\.1 is"):
         importlib.reload(torchring.spark)
 
 
-def test_strangers_at_the_port_of_the_driver_are_sent_away(capfd: pytest.CaptureFixture[str]) -> None:
+def test_strangers_at_the_port_of_the_driver_are_sent_away(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     from torchring.spark import reports
 
-    with reports.Reports("127.0.0.1") as server:
+    monkeypatch.setattr(reports, "_TOKEN_SECONDS", 3.0)
+    with reports.Reports("127.0.0.1") as server, contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(server.server_address)) for _ in range(70)]
+        for stranger in strangers[:6]:
+            stranger.settimeout(2.0)
+            assert stranger.recv(1) == b""  # made room for the others
         rank = reports.Reporter(server.server_address, token=server.token, partition=0, name="rank 0", rank=0)
         tokens = (b'"\xc3\xbc"', b'"\\ud800"', b"1e999")
         for line in (*(b'{"token": ' + token + b"}\n" for token in tokens), b"[" * 4096, b"a" * 5000):
             with socket.create_connection(server.server_address) as stranger, contextlib.suppress(ConnectionError):
                 stranger.sendall(line)
                 assert stranger.recv(1) == b""
+        assert strangers[-1].recv(1) == b""  # has said nothing
         rank.say(output="hello")
         rank.say(done=True)
         server.drain()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 import torchring
 from tests.platforms.cases import Cases, same
 from tests.support.checks import digest
-from tests.support.documents import ROOT, blocks
+from tests.support.documents import ROOT, blocks, snippet
 
 pytestmark = pytest.mark.platforms
 
@@ -103,3 +105,28 @@ def check_tensorboard(last_loss: float) -> None:
     assert [event.step for event in loss] == [3, 7]
     assert loss[-1].value == pytest.approx(last_loss, rel=1e-6)
     assert len(list(Path("runs").iterdir())) == 1, "rank 0 alone writes"
+
+
+@case
+def test_hydra_gives_each_rank_and_job_a_folder(rank: int) -> None:
+    """The command under ## Hydra, but for the launcher."""
+    import hydra
+    from omegaconf import DictConfig, OmegaConf
+
+    folders = []
+
+    def train(config: DictConfig) -> None:
+        model = torch.nn.Linear(8, 1)
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=config.lr), model)
+        model(torch.ones(1, 8) * torchring.rank()).sum().backward()
+        optimizer.step()
+        optimizer.close()
+        folder = Path(hydra.core.hydra_config.HydraConfig.get().runtime.output_dir)
+        folders.append(f"{folder.relative_to(Path.cwd())} {OmegaConf.load(folder / '.hydra' / 'config.yaml').lr}")
+
+    words = shlex.split(snippet(PAGE, "## Hydra").removeprefix("$ "))
+    sys.argv = words[words.index("train.py") :]
+    config = OmegaConf.create({"lr": 1.0})
+    hydra.core.config_store.ConfigStore.instance().store("config", node=config)
+    hydra.main(version_base=None, config_path=None, config_name="config")(train)()
+    assert folders == [f"sweep/0/rank{rank} 0.1", f"sweep/1/rank{rank} 0.01"]

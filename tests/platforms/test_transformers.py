@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import itertools
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import torchring
-from tests.platforms.cases import Cases, close, flat, run_page, same, without_torchrun
+from tests.platforms.cases import Cases, assert_refused, close, flat, run_page, same, without_torchrun
 from tests.support.documents import ROOT, blocks
 from torchring.gradients.views import CAN_SWAP
 
@@ -62,8 +64,12 @@ def _arguments(arguments: Any = None, **options: Any) -> Any:
 
 
 def _trained(kind: Any, *, model: Any = None, size: int = 160, resume: Any = None, **options: Any) -> Any:
-    extra = {key: options.pop(key) for key in ("optimizers", "eval_dataset") if key in options}
-    trainer = kind(args=_arguments(**options), train_dataset=_Rows(size), model=model or _gpt(), **extra)
+    extra = {
+        key: options.pop(key) for key in ("optimizers", "eval_dataset", "model_init", "callbacks") if key in options
+    }
+    if "model_init" not in extra:
+        extra["model"] = model or _gpt()
+    trainer = kind(args=_arguments(**options), train_dataset=_Rows(size), **extra)
     _quietly(trainer.train, resume_from_checkpoint=resume)
     return trainer
 
@@ -129,6 +135,8 @@ def test_an_optimizer_that_is_given_and_a_second_training(rank: int) -> None:
     assert _num_reductions(given) == 12  # of both trainings
     assert before != _weights(given)
     _trained(_ring(), model=model, max_steps=1)  # while the first trainer is there
+    checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    assert _weights(_trained(_ring(), optim="adamw_torch", **checkpointed)) == close(own)
     # Without use_cpu all ranks train together.
     assert _weights(_trained(_ring(), optim="adamw_torch", use_cpu=False)) == same(own)
 
@@ -150,6 +158,36 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(rank: int) -> 
     assert same(found) == found[:1] * 4
     assert kept[0] == [kept[0][0]] * 2
     assert (max(kept[1]) < kept[0][0]) is CAN_SWAP
+
+
+@case
+def test_the_best_model_is_loaded_at_the_end(rank: int) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    best |= {"load_best_model_at_end": True, "save_total_limit": 1, "greater_is_better": True}  # the first is the best
+    trainer = _trained(_ring(), eval_dataset=_Rows(10), **best)
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[0]) != pytest.approx(losses[-1])
+    assert b"torchring" not in pickle.dumps(copy.deepcopy(trainer.model))
+
+
+@case
+def test_trials_train_models_of_their_own(rank: int) -> None:
+    import optuna
+
+    optuna.logging.disable_default_handler()
+    trainer = _ring()(args=_arguments(), train_dataset=_Rows(160), eval_dataset=_Rows(10), model_init=lambda _: _gpt())
+    found: list[list[float]] = []
+
+    def objective(_: dict[str, float]) -> float:
+        found.append(_weights(trainer))
+        return 0.0
+
+    space = {"hp_space": lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)}}
+    _quietly(trainer.hyperparameter_search, compute_objective=objective, n_trials=2, backend="optuna", **space)
+    _quietly(trainer.train)
+    every = torchring.all_gather_object([*found, _weights(trainer)])
+    first, second, last = every[0]
+    assert first != second == last == every[1][-1]  # with the learning rate of the second trial
 
 
 @case
@@ -178,3 +216,18 @@ def test_the_page_is_run_as_pasted(rank: int) -> None:
     ring, plain = run_page(PAGE, "from torchring.transformers import RingTrainer as", "from transformers import")
     assert Path("gpt2-tiny", "model.safetensors").exists() or rank > 0
     assert same(_weights(ring["trainer"])) == close(_weights(plain["trainer"]))
+
+
+@case
+def test_a_mistake_is_an_error(rank: int) -> None:
+    """More of them in test_accelerate.py: a RingTrainer has a RingAccelerator."""
+    from accelerate import PartialState
+
+    PartialState()
+    engine = _arguments()
+    engine.fsdp = ["full_shard"]  # which TrainingArguments refuses itself on CPUs
+    assert_refused(
+        (lambda: _trained(_ring(), model=torch.nn.parallel.DistributedDataParallel(_gpt())),
+         "ValueError: the model is a DistributedDataParallel"),
+        (lambda: _ring()(args=engine, model=_gpt()), "ValueError: fsdp asks for an engine"),
+    )  # fmt: skip

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
@@ -57,8 +58,6 @@ def _go_on(rank: int, size: int, folder: Path) -> None:
             saved = torch.load(folder / f"{kind}{saved_by}.pt", weights_only=True)  # a plain one goes on in its tensors
             net = Net()
             optimizer = torchring.wrap(_KINDS[kind](net), net, shard=shard)
-            if size == 1:
-                net, optimizer = copy.deepcopy((net, optimizer))
             net.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"] if has_state else None)
             assert_equal_states(saved["optimizer"], optimizer.state_dict(all_ranks=shard))
@@ -181,14 +180,24 @@ def test_corners_of_torch_distributed_checkpoint(rank: int, tmp_path: Path) -> N
     large.zero_grad()
     whole, sharded = large.state_dict(all_ranks=True), get_optimizer_state_dict(wide, DistributedState(large))
 
+    def set_state(state: Any, **options: Any) -> None:
+        set_optimizer_state_dict(wide, DistributedState(large), state, **options)
+
     _refuse("Size mismatch", load, large)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    flattened = get_optimizer_state_dict(wide, DistributedState(large), options=flat)
+    _refuse("flatten_optimizer_state_dict=True", lambda: set_state(flattened, options=flat))
     _refuse("only a part of this state", large.load_state_dict, sharded if rank == 0 else None)
-    _refuse("for torch.distributed.checkpoint", lambda: sharded["state"]["0.weight"]["exp_avg"] + 1)
+    turned = copy.deepcopy(sharded)
+    moment = turned["state"]["0.weight"]["exp_avg"]
+    turned["state"]["0.weight"]["exp_avg"] = ShardTensor((30, 40), (1, 30), moment.first, moment.elements)
+    _refuse("only a part of this state", set_state, turned)
+    _refuse("for torch.distributed.checkpoint", lambda: moment + 1)
     _refuse("a rank cannot pickle all of it", torch.save, sharded, f"{tmp_path}/{rank}.pt")
     assert_equal_states(whole, large.state_dict(all_ranks=True))
     _backward(wide)
     large.step()
-    set_optimizer_state_dict(wide, DistributedState(large), copy.deepcopy(sharded))  # a copy of what step() has changed
+    set_state(copy.deepcopy(sharded))  # a copy of what step() has changed
     torchring.barrier()
 
 

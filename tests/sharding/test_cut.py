@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchring.sharding.cut import assign_whole, cut_elements
-from torchring.sharding.kinds import Kind, kind_of
+from torchring.sharding.kinds import Kind, cost_of, kind_of
 
 
 def _parameters(*numels: int) -> dict[int, torch.Tensor]:
@@ -40,6 +40,13 @@ def test_every_element_belongs_to_one_rank(num_ranks: int) -> None:
         assert sorted(index for flat in flats for index in flat.spans) == list(range(5))
 
 
+def test_dtypes_and_frozen_parameters_stay_apart() -> None:
+    parameters = _parameters(5, 5, 5, 5)
+    parameters[1] = parameters[1].detach().bfloat16().requires_grad_()
+    parameters[2].requires_grad_(False)
+    assert [[*flat.spans] for flat in cut_elements(parameters, 2)] == [[0, 3], [1], [2]]
+
+
 def test_whole_parameters_are_balanced_by_cost() -> None:
     parameters, costs = _parameters(10, 10, 10, 10, 10, 10), [8.0, 7.0, 6.0, 5.0, 4.0, 100.0]
     parameters[5].requires_grad_(False)
@@ -51,11 +58,19 @@ def test_whole_parameters_are_balanced_by_cost() -> None:
     assert sorted(loads) == [13.0, 17.0]
 
 
+def test_the_cost_of_newton_schulz_is_not_the_size() -> None:
+    tall, square = torch.empty(1024, 16), torch.empty(128, 128)
+    muon = torch.optim.Muon([square])
+    group = muon.param_groups[0]
+    assert cost_of(square, group, muon) > 4 * cost_of(tall, group, muon)
+    assert cost_of(tall, {}, torch.optim.SGD([tall], lr=0.1)) == tall.numel()
+
+
 class _Lamb(torch.optim.Optimizer):
     """Each parameter's step depends on its own norm. `together`: and on what belongs to all of them."""
 
-    def __init__(self, params: Any, together: str = "", lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "estimate": 1.0})
+    def __init__(self, params: Any, together: str = "") -> None:
+        super().__init__(params, {"lr": 0.1, "estimate": 1.0})
         self.together = together
 
     @torch.no_grad()
@@ -66,11 +81,30 @@ class _Lamb(torch.optim.Optimizer):
         for p in given:
             state = self.state[p]
             state["moment"] = 0.9 * state.get("moment", 0.0) + p.grad
-            p -= group["lr"] * state["moment"] * p.norm() / norm
+            p -= 0.1 * state["moment"] * p.norm() / norm
             if self.together == "estimate":
                 group["estimate"] += float(p.grad.norm())
         if self.together == "indices":
             given[1].zero_()
+        if self.together == "mode":
+            raise RuntimeError("not in train mode")
+
+
+class _Clips(torch.optim.Adam):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        super().step()
+
+
+class _Decays(torch.optim.SGD):
+    """By the size of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        given = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        mean = torch.stack([p.grad.abs().mean() for p in given]).mean()
+        for p in given:
+            p.mul_(1 - 1e-5 / mean).sub_(p.grad.sign(), alpha=1e-3)
 
 
 def test_kinds() -> None:
@@ -93,9 +127,11 @@ def test_kinds() -> None:
         (torch.optim.LBFGS, "looks at all parameters together"),
         (lambda p: torch.optim.Adam(p, differentiable=True), "differentiable=True"),
         (lambda p: _Lamb(p, "norm"), "depends on other parameters"),
-        (lambda p: _Lamb(p, "norm", lr=0.0), "depends on other parameters"),  # a warm-up begins
         (lambda p: _Lamb(p, "estimate"), "depends on other parameters"),
         (lambda p: _Lamb(p, "indices"), "alone (IndexError"),
+        (lambda p: _Lamb(p, "mode"), "call its train() before torchring.wrap()"),
+        (lambda p: _Clips(p, lr=1e-3), "depends on other parameters"),
+        (lambda p: _Decays(p, lr=1e-3), "depends on other parameters"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_the_reason(make: Any, reason: str) -> None:

@@ -96,6 +96,12 @@ def test_whole_parameters(problem: str, rank: int) -> None:
         compare_whole_parameters(rank)
 
 
+@scenario(size=3)
+def test_whole_parameters_on_three_ranks(rank: int) -> None:
+    with device(problem=_APART):
+        compare_whole_parameters(rank)
+
+
 @scenario()
 def test_no_rank_writes_to_parameters_before_all_devices_have_come(rank: int) -> None:
     """(gather, spread) of each launch of a step's exchange. And what is said if a step is captured."""

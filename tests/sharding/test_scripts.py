@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import torchring
 from tests.sharding.test_step import assert_equal
 from tests.support.checks import assert_same_everywhere
-from tests.support.harness import ranks
+from tests.support.harness import ranks, run_pooled
 from tests.support.training import attempt, values
+from torchring.errors import RingError
+from torchring.sharding.step import Shards
 
 
 def _net() -> nn.Sequential:
@@ -30,14 +34,20 @@ def _backward(net: nn.Module, step: int = 0) -> None:
     net(inputs).square().mean().backward()
 
 
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"shard": True},
+    {"compression": "bf16"},
+    {"accumulate": 2},
+    {"algorithm": "native"},
+    {"overlap": "thread"},
+    {"on_nonfinite": "skip"},
+)
+
+
 @ranks(2)
 def test_an_optimizer_that_is_dropped_is_freed(rank: int) -> None:
-    every: tuple[dict[str, Any], ...] = (
-        {},
-        {"shard": True},
-        {"compression": "bf16", "accumulate": 2, "overlap": "thread"},
-    )
-    for options in every:
+    for options in _OPTIONS:
         net = _net()
         optimizer: Any = torchring.wrap(torch.optim.AdamW(net.parameters()), net, **options)
         for step in range(options.get("accumulate", 1)):
@@ -53,6 +63,16 @@ def test_an_optimizer_that_is_dropped_is_freed(rank: int) -> None:
             _backward(net, step)
             optimizer.step()
     optimizer.close()
+
+
+@ranks(2)
+def test_a_rank_that_is_lost_while_parameters_are_cut_leaves_nothing_in_the_optimizer() -> None:
+    net = _net()
+    plain = torch.optim.AdamW(net.parameters())
+    with mock.patch.object(Shards, "extend", side_effect=RingError("a rank is lost")), pytest.raises(RingError):
+        torchring.wrap(plain, net, shard=True)
+    plain.step()
+    plain.load_state_dict(plain.state_dict())
 
 
 # Hooks, and methods beside step()
@@ -140,6 +160,23 @@ def test_hooks_and_other_methods_of_the_optimizer_have_whole_parameters(kind: st
 # What is refused
 
 
+class Normed(Optimizer):
+    """Divides by the norm of a group: in groups that say so, from a step on."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "normed": 99, "num": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["num"] += 1
+            own = [p for p in group["params"] if p.grad is not None]
+            is_normed = group["num"] > group["normed"]
+            factor = 1 / float(torch.stack([p.grad.norm() for p in own]).norm()) if own and is_normed else 1.0
+            for p in own:
+                p.add_(p.grad, alpha=-group["lr"] * factor)
+
+
 @ranks(3)
 def test_what_looks_at_all_parameters_or_changes_pieces_is_refused() -> None:
     def refuse(text: str, act: Callable[[], object]) -> None:
@@ -147,6 +184,9 @@ def test_what_looks_at_all_parameters_or_changes_pieces_is_refused() -> None:
 
     net = _net()
     groups: list[dict[str, Any]] = [{"params": [*net[0].parameters()]}, {"params": [*net[2].parameters()]}]
+    late, second = dict(groups[0], normed=12), dict(groups[1], normed=0, lr=0)  # a warm-up begins
+    for chosen in ([late, groups[1]], [groups[0], second]):
+        refuse("depends on other parameters", lambda chosen=chosen: torchring.wrap(Normed(chosen), shard=True))
     patched = torch.optim.SGD(net.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(patched, 1)
     torchring.wrap(patched, net, shard=True).close()
@@ -167,3 +207,26 @@ def test_what_looks_at_all_parameters_or_changes_pieces_is_refused() -> None:
         refuse("GradientError: optimizer.state has no entry for 2.bias", act)
     optimizer.step()
     optimizer.close()
+
+
+def _pickled(rank: int, size: int, file: Path) -> None:
+    net = _net()
+    optimizer = torchring.wrap(torch.optim.AdamW(net.parameters()), net, shard=True)
+    for step in range(3):
+        _backward(net, step)
+        optimizer.step()
+    torch.save((net, optimizer), file)
+
+
+def _goes_on(rank: int, size: int, file: Path) -> None:
+    net, optimizer = torch.load(file, weights_only=False)
+    _backward(net)
+    optimizer.step()
+    state = optimizer.state_dict(all_ranks=True)["state"]
+    assert [float(entry["step"]) for entry in state.values()] == [4.0] * 4
+    assert_same_everywhere(list(net.parameters()))
+
+
+def test_a_pickle_of_a_world_of_one_keeps_its_state_on_several_ranks(tmp_path: Path) -> None:
+    run_pooled(_pickled, 1, tmp_path / "job")
+    run_pooled(_goes_on, 2, tmp_path / "job")
