@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -26,12 +27,14 @@ import torch.distributed as dist
 
 import torchring
 from tests.support.harness import RanksFailed, ranks, run_ranks, run_threads
+from tests.support.netns import needs_hosts
 from torchring import initial_state as state
 from torchring.errors import PlanMismatchError, RingError, TopologyError
 from torchring.memory import host as host_module
 from torchring.memory import links as links_module
 from torchring.memory.channel import Channel
 from torchring.memory.host import connect
+from torchring.rendezvous.environment import _LOCAL_SIZES
 from torchring.rendezvous.rendezvous import Rendezvous, within
 from torchring.rendezvous.signed import SignedStore, sealed, signed
 from torchring.transport.c10d import C10dTransport
@@ -98,7 +101,12 @@ _INTRUDERS: dict[str, Callable[[str], bytes]] = {  # what they say, given rank 0
     "the listener's rank": lambda token: _hello(0, token),
     "a rank that does not exist": lambda token: _hello(7, token),
     "no token": lambda token: b'{"rank": 2}',
+    "lists": lambda token: _hello([2], {}),
+    "no ASCII": lambda token: _hello(2, "ü"),
+    "infinity": lambda token: _hello(float("inf"), ""),
+    "a list": lambda token: b"[]",
     "a pickle": lambda token: b"\x80\x04N." + os.urandom(60),
+    "no UTF-8": lambda token: b"\xff\xfe\x00",
     "deep": lambda token: b"[" * 4000,
     "long": lambda token: b"x" * 60_000,
     "nothing": lambda token: b"",
@@ -166,6 +174,52 @@ def test_the_intruder_would_notice_memory() -> None:
 
     (_,), num_descriptors = run_threads(on_rank, 2)[1]
     assert num_descriptors == 1
+
+
+# Of another user. Connects to every socket of a hand-over that it sees, more often than there are ranks, and holds the
+# connections. Then it connects as fast as it can.
+_CROWD = """
+import os, socket, sys, time
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+held, num_sockets, has_told = {}, int(sys.argv[1]), False
+while True:
+    for name in {line.split("@")[1].strip() for line in open("/proc/net/unix") if "@torchring-" in line}:
+        links = held.setdefault(name, [])
+        for _ in range(50 if has_told else 8):
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            link.setblocking(False)
+            try:
+                link.connect("\\0" + name)
+            except OSError:  # the backlog is full
+                continue
+            if len(links) < 8:
+                links.append(link)
+    if len(held) >= num_sockets and not has_told:
+        has_told = print("all sockets are crowded", flush=True) is None
+"""
+
+
+@needs_hosts
+@ranks(1, run_ranks)
+def test_another_user_who_crowds_the_sockets_keeps_nobody_out() -> None:
+    assert ctypes.CDLL(None).unshare(_CLONE_NEWNET) == 0  # where no other job would be disturbed
+    crowd = subprocess.Popen([sys.executable, "-c", _CROWD, "3"], stdout=subprocess.PIPE, text=True)
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> None:
+        if rank == 3:
+            assert crowd.stdout is not None
+            assert crowd.stdout.readline() == "all sockets are crowded\n"
+        group = connect(Rendezvous(store, rank, size, 20.0))
+        group.close()
+        assert group.ranks == (0, 1, 2, 3)
+
+    try:
+        run_threads(on_rank, 4)
+    finally:
+        crowd.kill()
+        crowd.communicate()
 
 
 # ---- values in the store, where a stranger writes, too
@@ -236,16 +290,22 @@ class _Forger(SignedStore):
             super().set(key, value)
 
 
-def test_addresses_of_gloo_are_signed() -> None:
+@pytest.mark.parametrize("kind", [SignedStore, _Forger])
+def test_addresses_of_gloo_are_signed(kind: type[SignedStore]) -> None:
     """Gloo itself calls the store that signs."""
 
-    def on_rank(rank: int, size: int, store: dist.Store) -> None:
-        signed_store = (_Forger if rank == 1 else SignedStore)(store, "secret").within("world")
-        with contextlib.closing(C10dTransport(Rendezvous(signed_store, rank, size, 5.0), "x")) as transport:
-            transport.start_all_reduce(torch.ones(1)).wait()
+    def on_rank(rank: int, size: int, store: dist.Store) -> Any:
+        rendezvous = Rendezvous((kind if rank == 1 else SignedStore)(store, "secret").within("world"), rank, size, 5.0)
+        with contextlib.closing(C10dTransport(rendezvous, "x")) as transport:
+            transport.start_all_reduce(total := torch.tensor([rank + 1])).wait()
+            return total.item()
 
-    said = r"a value under 'world/transport/x/gloo/0/.* that no process of this job has"
-    with pytest.raises(RanksFailed, match=said):
+    if kind is SignedStore:
+        assert run_threads(on_rank, 2) == [3, 3]
+        return
+    with pytest.raises(
+        RanksFailed, match=r"a value under 'world/transport/x/gloo/0/.* that no process of this job has"
+    ):
         run_threads(on_rank, 2)
 
 
@@ -320,11 +380,19 @@ def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -
     ("source", "expected"),
     [
         ("def f(x): return pickle.loads(x)", ["pickle.loads"]),
+        ("class U(pickle.Unpickler): pass", ["pickle.Unpickler"]),
         ("pickle.dumps(1); cloudpickle.dumps(1); pickle.PROTO", []),
         ("cloudpickle.loads(x)", ["pickle.loads"]),
+        ("import pickle as p", ["import pickle as"]),
+        ("from pickle import loads", ["from pickle"]),
+        ("from multiprocessing.connection import Client", ["from multiprocessing"]),
         ("def f(x):\n def g(): exec(x); eval(x)", ["exec(", "eval("]),
+        ("re.compile('x'); model.eval(); json.loads(x)", []),
+        ("torch.load(f)", ["torch.load("]),
         ("torch.load(f, weights_only=maybe)", ["torch.load("]),
+        ("torch.load(f, weights_only=True); np.load(f, allow_pickle=False)", []),
         ("dist.all_gather_object(a, b)", ["all_gather_object("]),
+        ("self._comm.bcast(x)", ["comm.bcast("]),
         ("comm.Ibcast(x); group.send([x], 1)", []),
     ],
 )
@@ -341,6 +409,20 @@ def test_no_python_is_started_that_imports_from_the_working_directory() -> None:
         assert re.search(rf"\b{name}(: Final)? = f['\"]+\{{OWN_IMPORTS\}}", together), name
     modules = [file for file, text in _sources().items() for _ in re.findall("'-m'", text)]
     assert modules == ["cli.py", "cli.py"]  # its option, and the program that the user names with it
+
+
+def test_security_md_says_what_is_there() -> None:
+    page = " ".join((PACKAGE.parent / "SECURITY.md").read_text().split())
+    for name in _LOCAL_SIZES.values():
+        assert f"`{name}`" in page
+    reports = (PACKAGE / "spark" / "reports.py").read_text()  # spark itself may not be installed
+    names = ("_TOKEN_BYTES", "_TOKEN_SECONDS", "_MOST_STRANGERS")
+    size, seconds, most = (float(re.findall(rf"^{name}: Final = ([\d.]+)", reports, re.M)[0]) for name in names)
+    assert f"it reads {size / 1024:g} KiB, waits {seconds:g} s, and keeps {most:g}" in page
+    for launcher in ("launch/launcher.py", "elastic/driver/driver.py", "spark/barrier_task.py", "ray/job.py"):
+        assert re.search(r"\bJOB: (secret|call\.token)", (PACKAGE / launcher).read_text()), launcher
+    for path in re.findall(r"`(tests/[^`]+)`", page):
+        assert (PACKAGE.parent / path).is_file()
 
 
 class _Trap:

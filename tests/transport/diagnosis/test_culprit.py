@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 import torch.distributed as dist
 
 from torchring.errors import PeerTimeoutError
@@ -50,3 +57,31 @@ def test_ranks_that_all_wait_are_sent_to_look_at_the_network() -> None:
         assert "MTU" in error.message
     late = culprits_of(2)[0].explain(7.0, timed_out=True)
     assert late.message == "rank 1 did not answer within 7 s", "it computes"
+
+
+@contextlib.contextmanager
+def _ending_as_the_waiter_gives_up() -> Iterator[threading.Event]:
+    """A function that waits for the event ends after the timeout of whoever waits for it, and before the next look."""
+    gate = threading.Event()
+
+    def late(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(future: concurrent.futures.Future[Any], timeout: float | None = None) -> Any:
+            try:
+                return method(future, timeout)
+            except TimeoutError:
+                gate.set()
+                concurrent.futures.wait([future])
+                raise
+
+        return wait
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("result", "exception"):
+            patch.setattr(concurrent.futures.Future, name, late(getattr(concurrent.futures.Future, name)))
+        yield gate
+
+
+def test_an_answer_of_the_store_in_the_last_moment_counts() -> None:
+    rendezvous = Rendezvous(dist.HashStore(), 0, 2, 0.05)
+    with _ending_as_the_waiter_gives_up() as gate:
+        assert rendezvous._call(gate.wait)
