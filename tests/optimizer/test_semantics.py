@@ -143,7 +143,7 @@ _LOOKED_UP: Final[list[tuple[list[int], ...]]] = [
 
 
 def _sparse(side: Side, kind: str, options: dict[str, Any]) -> Sequence[Any]:
-    """kind: "step" makes a step after each backward, "sum" too, with op="sum"; "twice", "no_sync" after every other."""
+    """kind: "step" makes a step after each backward; "twice" and "no_sync" after every other."""
     torch.manual_seed(5)
     table = nn.Embedding(7, 3, sparse=side.is_wrapped or kind == "SparseAdam", dtype=torch.float64)
     head = nn.Linear(3, 2).double()
@@ -155,7 +155,7 @@ def _sparse(side: Side, kind: str, options: dict[str, Any]) -> Sequence[Any]:
     def loss(rank: int, rows: Sequence[int]) -> Tensor:
         of_head = head(torch.ones(3).double()).square().sum()
         value = of_head + table(torch.tensor(rows)).square().sum() if rows else of_head
-        return value / torchring.size() if kind == "sum" and side.is_wrapped else value
+        return value / torchring.size() if options.get("op") == "sum" and side.is_wrapped else value
 
     for i, per_rank in enumerate(_LOOKED_UP):
         if kind == "SparseAdam" and not all(per_rank):
@@ -625,7 +625,7 @@ CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
     "sparse": {
         "on a thread": (_sparse, "step", {"overlap": "thread"}),
         **{kind: (_sparse, kind, {}) for kind in ("step", "twice", "no_sync", "SparseAdam")},
-        "sum": (_sparse, "sum", {"op": "sum"}),
+        **{f"sum, {kind}": (_sparse, kind, {"op": "sum"}) for kind in ("step", "no_sync")},
     },
     "the graph": {
         **{

@@ -110,8 +110,8 @@ class Launcher:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def run(self, *arguments: str, said: str = "", **how: Any) -> subprocess.CompletedProcess[str]:
-        return self.finish(self.start(*arguments, **how), said)
+    def run(self, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
+        return self.finish(self.start(*arguments, **how))
 
     def reports(self) -> dict[str, dict[str, Any]]:
         """By the name of the file, such as "0" for rank 0."""

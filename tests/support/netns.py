@@ -57,11 +57,9 @@ class HostedWorld:
     expect_exit: Mapping[int, int] = field(default_factory=dict)  # {rank: exit code or minus signal}, without a result
 
 
-def run_on_hosts(
-    network: Network, ranks_per_host: tuple[int, ...], fn: Callable[..., Any], *args: Any, deadline: float = 60.0
-) -> list[Any]:
+def run_on_hosts(network: Network, ranks_per_host: tuple[int, ...], fn: Callable[..., Any], *args: Any) -> list[Any]:
     """`run_ranks(fn, sum(ranks_per_host), *args)` with each rank on its host."""
-    return run_worlds([HostedWorld(network, ranks_per_host, args)], fn, deadline=deadline)[0]
+    return run_worlds([HostedWorld(network, ranks_per_host, args)], fn)[0]
 
 
 def run_worlds(worlds: Sequence[HostedWorld], fn: Callable[..., Any], *, deadline: float = 60.0) -> list[list[Any]]:
