@@ -407,6 +407,12 @@ def test_odd_ways(rank: int) -> None:
     assert _first(a, b) == [2.0, None]
     optimizer.close()
 
+    (a, b), optimizer = _pair()
+    (a + b).sum().backward()
+    optimizer.weigh(4)
+    with optimizer.no_sync():
+        assert "weights were given with gradients of an earlier step" in attempt((a + b).sum().backward)
+
 
 @ranks(2)
 def test_parameters_that_thaw(rank: int) -> None:
