@@ -29,7 +29,6 @@ from torchring.default_world import default_world
 
 DOCS = ROOT / "docs"
 OPTIONS = DOCS / "reference" / "options.md"
-TROUBLESHOOTING = DOCS / "guides" / "troubleshooting.md"
 ERRORS = DOCS / "reference" / "errors.md"
 
 

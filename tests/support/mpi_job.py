@@ -27,6 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,6 +38,7 @@ _STARTING = 60.0  # seconds more for the first work, while the ranks import torc
 _IDLE = 600.0  # seconds after which a rank without work ends
 
 MISSING = "" if shutil.which("mpirun") and importlib.util.find_spec("mpi4py") else "needs mpirun and mpi4py"
+needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
 def mpirun(

@@ -28,6 +28,7 @@ import torchring
 from tests.support import mpi_job
 from tests.support.checks import assert_bitwise, exact_inputs
 from tests.support.harness import RanksFailed, count_open_fds, patient, run_ranks, run_threads, wait_until
+from tests.support.mpi_job import needs_mpi
 from tests.support.training import Side, assert_as_one_process, momentum, small_model, train, values
 from torchring.allreduce.native import NativeAllReduce
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError, TopologyError
@@ -47,7 +48,6 @@ DTYPES = (
 Meet = Callable[[], object]  # a barrier of the ranks that no transport takes part in
 
 job = mpi_job.MpiJob(3)
-needs_mpi = pytest.mark.skipif(bool(mpi_job.MISSING), reason=mpi_job.MISSING)
 every_transport = pytest.mark.parametrize("kind", ["c10d", pytest.param("mpi", marks=needs_mpi)])
 
 

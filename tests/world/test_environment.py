@@ -4,11 +4,9 @@ alone without knowing it."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 import os
-import shutil
 import socket
 import sys
 import threading
@@ -25,6 +23,7 @@ import torchring
 from tests.support import commands
 from tests.support.commands import free_port
 from tests.support.harness import _clean_environ, patient, ranks, run_ranks, run_threads
+from tests.support.mpi_job import needs_mpi
 from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.rendezvous import addresses
 from torchring.rendezvous import store as store_module
@@ -464,10 +463,7 @@ time.sleep(300)
 """
 
 
-@pytest.mark.skipif(
-    shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None,
-    reason="needs mpirun and mpi4py",
-)
+@needs_mpi
 def test_ranks_of_mpirun_meet_and_one_that_raises_ends_the_job(tmp_path: Path) -> None:
     """Without a word from MPI it would wait at its exit for the others."""
     (tmp_path / "script.py").write_text(_SCRIPT)
