@@ -41,21 +41,14 @@ _SCRIPTS_GROUP: Final = "torch.distributed"  # in place of a launcher: the scrip
 
 @dataclass
 class _ProcessMeetings:
-    """The meetings of this process.
+    """The meetings of this process."""
 
-    Attributes:
-        store: where the ranks of this launch meet.
-        launch: the launch to which `store` belongs. Spark starts several, one after the other, in the same process.
-        num_worlds: number of worlds so far, of this launch. It names the keys of the next one.
-        num_groups: number of process groups that torchring has made in this launch.
-        group_store: of the last one, which does not keep a store of Python's alive.
-    """
-
-    store: Store | None = None
+    store: Store | None = None  # where the ranks of this launch meet
+    # the launch to which `store` belongs. Spark starts several, one after the other, in the same process.
     launch: LaunchEnvironment | None = None
-    num_worlds: int = 0
-    num_groups: int = 0
-    group_store: Store | None = None
+    num_worlds: int = 0  # number of worlds so far, of this launch. It names the keys of the next one.
+    num_groups: int = 0  # number of process groups that torchring has made in this launch
+    group_store: Store | None = None  # of the last one, which does not keep a store of Python's alive
 
     def after_fork(self) -> None:
         self.store = None  # its connection is the parent's

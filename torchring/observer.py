@@ -127,21 +127,14 @@ class Observer:
 
 
 class Observers(Observer):
-    """Passes events on to those who listen in one world.
-
-    Attributes:
-        listeners: those who listen.
-        operations: the outermost operation between ranks that each thread is in, by thread.
-        num_steps: how many steps this rank has made, with all optimizers.
-        explain: returns what the given ranks did last, for the error if they keep this rank waiting; "" if nobody
-            knows.
-    """
+    """Passes events on to those who listen in one world."""
 
     def __init__(self) -> None:
-        self.listeners: list[Observer] = []
+        self.listeners: list[Observer] = []  # those who listen
         self._optimizers: list[weakref.WeakMethod[Callable[[], Wrapped]]] = []
-        self.operations: dict[int, str] = {}
-        self.num_steps = 0
+        self.operations: dict[int, str] = {}  # the outermost operation between ranks that each thread is in, by thread
+        self.num_steps = 0  # how many steps this rank has made, with all optimizers
+        # returns what the given ranks did last, for the error if they keep this rank waiting; "" if nobody knows
         self.explain: Callable[[Sequence[int]], str] = lambda ranks: ""
 
     def phase(self, phase: int, step: int) -> None:

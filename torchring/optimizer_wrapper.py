@@ -37,9 +37,6 @@ class OptimizerWrapper(Optimizer):
     """A torch.optim.Optimizer that shares `param_groups`, `state` and `defaults` with the optimizer that it wraps.
 
     It has hooks of its own on steps. Hooks on checkpoints, and all other public names, are the wrapped optimizer's.
-
-    Attributes:
-        optimizer: the wrapped optimizer.
     """
 
     param_groups = _shared("param_groups")
@@ -47,7 +44,7 @@ class OptimizerWrapper(Optimizer):
     defaults = _shared("defaults")
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+        self.optimizer = optimizer  # the wrapped optimizer
         self._is_initialising = True  # Optimizer.__init__ assigns to what the wrapped optimizer has already
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         self._is_initialising = False

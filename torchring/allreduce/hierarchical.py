@@ -124,11 +124,6 @@ class HierarchicalAllReduce:
         group: the ranks of this host.
         columns: number of columns. The ranks whose position in the group is less have a column each.
         transport: to the other owners of this rank's column. None if it has none.
-
-    Attributes:
-        host: the buckets in the memory of this host.
-        summing, ending: threads that run this rank's parts.
-        failure: the first failure of any bucket. Later buckets raise it.
     """
 
     algorithm = "hierarchical"
@@ -138,8 +133,9 @@ class HierarchicalAllReduce:
         self.transport = transport
         # Nobody polls: between hosts waits are long, and the threads want the core.
         self.host = SharedBuckets(group, columns, grace_seconds=GRACE_SECONDS)
+        # Threads that run this rank's parts
         self.summing, self.ending = SerialThread("torchring-sums"), SerialThread("torchring-ends")
-        self.failure = FirstFailure()
+        self.failure = FirstFailure()  # the first failure of any bucket. Later buckets raise it.
         self._group = group
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[SharedWire]:

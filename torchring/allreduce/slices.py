@@ -47,24 +47,17 @@ class Block:
 
 @dataclass(frozen=True)
 class SharedWire:
-    """A buffer in shared memory, with all views that an all-reduce needs, made once.
-
-    Attributes:
-        own: this rank's slice. Empty if it has none.
-        others: the same slice of the peers' buffers.
-        blocks: of this rank's slice.
-        index: among all wires of the all-reduce.
-        deferred: by block, what is packed just before the next sum, in cache, as no other rank reads it: a tensor, its
-            factor and its version.
-        overwritten: blocks of the last sum whose tensor had another version by then.
-    """
+    """A buffer in shared memory, with all views that an all-reduce needs, made once."""
 
     tensor: torch.Tensor
-    own: torch.Tensor
-    others: list[torch.Tensor]
-    blocks: tuple[Block, ...]
-    index: int
+    own: torch.Tensor  # this rank's slice. Empty if it has none.
+    others: list[torch.Tensor]  # the same slice of the peers' buffers
+    blocks: tuple[Block, ...]  # of this rank's slice
+    index: int  # among all wires of the all-reduce
+    # By block, what is packed just before the next sum, in cache, as no other rank reads it: a tensor, its factor and
+    # its version
     deferred: dict[int, tuple[torch.Tensor, float, int]] = field(default_factory=dict)
+    # blocks of the last sum whose tensor had another version by then
     overwritten: list[int] = field(default_factory=list)
 
     def blocks_within(self, begin: int, end: int) -> tuple[int, int, int, int] | None:
@@ -88,10 +81,6 @@ class SharedBuckets:
         num_slices: that a buffer is cut into. The r-th rank has the r-th slice; the ranks beyond have none.
         poll_seconds: see `Channel`.
         grace_seconds: of `done`; see `HostGroup.wait_until`.
-
-    Attributes:
-        packed, done: the two signals.
-        pending: what was started and is not yet over, the oldest first.
     """
 
     def __init__(
@@ -99,7 +88,7 @@ class SharedBuckets:
     ) -> None:
         self.packed = Channel(group, poll_seconds=poll_seconds)
         self.done = Channel(group, poll_seconds=poll_seconds, grace_seconds=grace_seconds)
-        self.pending: deque[BucketWork] = deque()
+        self.pending: deque[BucketWork] = deque()  # what was started and is not yet over, the oldest first
         self._group = group
         self._num_slices = num_slices
         self._scratch: dict[torch.dtype, torch.Tensor] = {}

@@ -29,18 +29,14 @@ _EXCHANGED_BYTES = 504  # that travel with a signature: what ranks say in each r
 
 
 class GlooCollectives:
-    """The methods of `SharedMemoryCollectives`, over Gloo. Opening them is collective.
-
-    Attributes:
-        lost_peer: the error if a peer is gone.
-    """
+    """The methods of `SharedMemoryCollectives`, over Gloo. Opening them is collective."""
 
     on_cpu = True
 
     def __init__(self, world: World, name: str) -> None:
         assert world.rendezvous is not None
         self._transport = C10dTransport(world.rendezvous, name, world.host)
-        self.lost_peer = self._transport.lost_peer
+        self.lost_peer = self._transport.lost_peer  # the error if a peer is gone
         world.on_failure(self._transport)
 
     def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:

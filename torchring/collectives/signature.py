@@ -20,17 +20,11 @@ _KEPT: Final = 256  # signatures. To make one takes 10 us, a tenth of which is C
 
 @dataclass(frozen=True)
 class Signature:
-    """One call of a collective, in words. Ranks whose signatures differ must not exchange bytes.
+    """One call of a collective, in words. Ranks whose signatures differ must not exchange bytes."""
 
-    Attributes:
-        operation: "all_reduce", "broadcast", ...
-        detail: the arguments that must be equal on all ranks, as in the call: "op='sum'", "src=1".
-        tensor: dtype and shape, without what may differ between ranks; "" if there is no tensor.
-    """
-
-    operation: str
-    detail: str = ""
-    tensor: str = ""
+    operation: str  # "all_reduce", "broadcast", ...
+    detail: str = ""  # the arguments that must be equal on all ranks, as in the call: "op='sum'", "src=1"
+    tensor: str = ""  # dtype and shape, without what may differ between ranks; "" if there is no tensor
 
     MAX_BYTES: Final = 192
 

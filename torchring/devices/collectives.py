@@ -38,10 +38,6 @@ class Aside:
     """Tensors of a device that another thread works on, in a stream of its own, while the script's streams go on.
 
     Made by the thread that passes the tensors. Raises ValueError if a graph is captured there.
-
-    Attributes:
-        ready: when the script's stream has computed the tensors.
-        end: of the work on them, once it is launched.
     """
 
     def __init__(self, accelerator: CudaAccelerator, tensors: Sequence[torch.Tensor]) -> None:
@@ -51,8 +47,8 @@ class Aside:
                 "call it before or after the graph"
             )
         self.accelerator, self.tensors = accelerator, tensors
-        self.ready = accelerator.mark_current()
-        self.end: CudaMark | None = None
+        self.ready = accelerator.mark_current()  # when the script's stream has computed the tensors
+        self.end: CudaMark | None = None  # of the work on them, once it is launched
 
     def wait(self, results: Sequence[torch.Tensor]) -> None:
         """Have the caller's current stream wait for the work, which gave `results`. The host does not wait."""

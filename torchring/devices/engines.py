@@ -40,27 +40,18 @@ Launch: TypeAlias = Callable[[], None]
 
 @dataclass(frozen=True, eq=False)
 class DeviceWire:
-    """A wire buffer on a device. See `Wire`.
-
-    Attributes:
-        buffer: the same memory as `tensor`, for the engine's writes.
-        addresses: [N] int64 on the device: addresses of all ranks' buffers, in rank order.
-        bounds: this rank's slice, in elements.
-        report: [W, 2] int32 on the device, a row for each of the wires that were opened together, which packing
-            writes: see `found` in `kernels.pack`.
-        row: the row of this wire in `report`.
-        memory: kept because the buffer lies in it.
-        launches: prepared launches of the engine, by what they do.
-    """
+    """A wire buffer on a device. See `Wire`."""
 
     tensor: torch.Tensor
-    buffer: torch.Tensor
-    addresses: torch.Tensor
-    bounds: tuple[int, int]
+    buffer: torch.Tensor  # the same memory as `tensor`, for the engine's writes
+    addresses: torch.Tensor  # [N] int64 on the device: addresses of all ranks' buffers, in rank order
+    bounds: tuple[int, int]  # this rank's slice, in elements
+    # [W, 2] int32 on the device, a row for each of the wires that were opened together, which packing writes: see
+    # `found` in `kernels.pack`
     report: torch.Tensor
-    row: int
-    memory: Any = None
-    launches: dict[Hashable, Launch] = field(default_factory=dict)
+    row: int  # the row of this wire in `report`
+    memory: Any = None  # kept because the buffer lies in it
+    launches: dict[Hashable, Launch] = field(default_factory=dict)  # prepared launches of the engine, by what they do
 
     @cached_property
     def own_slice(self) -> torch.Tensor:

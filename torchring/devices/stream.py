@@ -40,12 +40,6 @@ class OnStream:
         world: the ranks that reduce together.
         in_background: backward goes on meanwhile. If False, the current stream waits for each bucket.
         lost_afar: a method that returns an error if a rank of another host is gone. Called from another thread.
-
-    Attributes:
-        engine: see above.
-        stream: buckets are reduced on it. The code that packs them makes this stream wait.
-        is_dated: whether to mark where each bucket begins and ends.
-        reports: of the wires of a reduction; see `DeviceWire.report`. They are fetched and cleared at its end.
     """
 
     span = None
@@ -61,11 +55,13 @@ class OnStream:
         self.algorithm = engine.algorithm
         self.in_background = in_background
         self.accelerator = engine.accelerator
+        # Buckets are reduced on it. The code that packs them makes this stream wait.
         self.stream = self.accelerator.open_stream()
-        self.is_dated = False
+        self.is_dated = False  # whether to mark where each bucket begins and ends
         self.engine = engine
         self._failure = FirstFailure()
         self.check = self._failure.raise_if_set  # raises the failure that ended this all-reduce, if there was any
+        # Of the wires of a reduction; see `DeviceWire.report`. They are fetched and cleared at its end.
         self.reports: list[torch.Tensor] = []
         self._dated: list[Dated] = []  # since `take_dated`
         self._fetched: list[torch.Tensor] = []  # since `take_fetched`

@@ -32,27 +32,14 @@ NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class CudaBlock(NamedTuple):
-    """One allocation. The mapping lives as long as this object, or a tensor that views the own part.
+    """One allocation. The mapping lives as long as this object, or a tensor that views the own part."""
 
-    Attributes:
-        parts: the memory of each rank of the group, mapped here, as uint8 tensors.
-        handle: kept alive: the peers' mappings live as long as the handle.
-    """
-
-    parts: Sequence[torch.Tensor]
-    handle: object = None
+    parts: Sequence[torch.Tensor]  # the memory of each rank of the group, mapped here, as uint8 tensors
+    handle: object = None  # kept alive: the peers' mappings live as long as the handle
 
 
 class CudaGroup:
     """The ranks of one host whose kernels reach each other's memory. Opening a group is collective among them.
-
-    Attributes:
-        ranks: their world ranks, ascending.
-        index: position of this rank in `ranks`.
-        is_mapped: other ranks map the memory. Mapping takes long, so wires that are opened together share it.
-        name: by which PyTorch finds the group.
-        shares_devices: several of the ranks use the same GPU.
-        note: what a user has to know of the memory, behind a semicolon.
 
     Args:
         name: equal on all ranks; never used before in any of their processes.
@@ -61,9 +48,9 @@ class CudaGroup:
             PyTorch takes such GPUs for one GPU, and refuses unless it is told that ranks may share a GPU.
     """
 
-    is_mapped = True
-    shares_devices = False
-    note = ""
+    is_mapped = True  # other ranks map the memory. Mapping takes long, so wires that are opened together share it.
+    shares_devices = False  # several of the ranks use the same GPU
+    note = ""  # what a user has to know of the memory, behind a semicolon
 
     def __init__(
         self,
@@ -75,7 +62,7 @@ class CudaGroup:
         *,
         is_isolated: bool,
     ) -> None:
-        self.ranks, self.index = host.ranks, host.index
+        self.ranks, self.index = host.ranks, host.index  # world ranks, ascending; position of this rank there
         self.num_processors = num_processors
         # As PyTorch looks at them in an allocation. What the user has set stays. Nobody uses multicast addresses, and
         # setting them up fails, or hangs, on some machines (pytorch#195596).
@@ -84,7 +71,7 @@ class CudaGroup:
         self._rendezvous = rendezvous
         store = within(rendezvous.store, f"symmetric/{name}")
         self._num_allocations = 0
-        self.name = f"torchring/{name}"
+        self.name = f"torchring/{name}"  # by which PyTorch finds the group
         # Kept alive: symmetric memory looks the group up at every allocation, in a registry that refers to it weakly.
         # The group does not keep the Python half of its store alive.
         self._exchanges = ExchangeStore(store, rendezvous.timeout_seconds)

@@ -36,7 +36,13 @@ ORDERS: Final = f"{_ROOT}/orders"  # the `Orders` of the driver
 BEAT_SECONDS: Final = 0.5  # between two signs of life of a worker
 LOOK_SECONDS: Final = 0.1  # between two looks of a worker at the orders
 
-WorkerState = Literal["starting", "meeting", "running", "leaving", "finished"]
+WorkerState = Literal[
+    "starting",  # its script has not come to `torchring.elastic.run` yet
+    "meeting",  # waits for a generation that is newer than `Card.generation`
+    "running",  # belongs to that generation
+    "leaving",  # was told to end (SIGTERM), has finished its step, and is about to exit
+    "finished",  # its training function has returned, as those of all workers of that generation
+]
 
 
 def card_key(worker: int) -> str:
@@ -69,85 +75,47 @@ class _Message:
 
 @dataclass(frozen=True)
 class Invitation(_Message):
-    """The driver's message to a worker in its environment, under `rendezvous.environment.INVITATION`.
+    """The driver's message to a worker in its environment, under `rendezvous.environment.INVITATION`."""
 
-    Attributes:
-        worker: the worker's number.
-        slot: number of the slot on its host, and so of its GPU. A replacement has the slot of the lost worker.
-        size: number of workers with which the job starts.
-        addresses: where the store listens, the likeliest address first.
-        port: of the store.
-        secret: signs all values in the store. See `rendezvous.signed`.
-        host: the name of the worker's host, as the driver knows it.
-    """
-
-    worker: int
-    slot: int
-    size: int
-    addresses: tuple[str, ...]
-    port: int
-    secret: str
-    host: str
+    worker: int  # the worker's number
+    slot: int  # number of the slot on its host, and so of its GPU. A replacement has the slot of the lost worker.
+    size: int  # number of workers with which the job starts
+    addresses: tuple[str, ...]  # where the store listens, the likeliest address first
+    port: int  # of the store
+    secret: str  # signs all values in the store. See `rendezvous.signed`.
+    host: str  # the name of the worker's host, as the driver knows it
 
 
 @dataclass(frozen=True)
 class Card(_Message):
-    """A worker's message about itself, and sign of life, every BEAT_SECONDS at least. Each card replaces the last.
-
-    Attributes:
-        state: "starting": its script has not come to `torchring.elastic.run` yet.
-            "meeting": waits for a generation that is newer than `generation`.
-            "running": belongs to `generation`.
-            "leaving": was told to end (SIGTERM), has finished its step, and is about to exit.
-            "finished": its training function has returned, as those of all workers of `generation`.
-        generation: number of the newest generation that the worker has belonged to, or tried to open; 0 for none.
-        reason: why the worker has left its generation, for people; "" if there is nothing to say.
-        has_lost_peer: it has left its generation because the connection to another worker broke.
-        given_up: ranks of its generation for which it has waited in vain.
-        pid: number of its process, for messages; 0 if unknown.
-        count: grows with each card; 0 before the first.
-        steps: number of optimizer steps that the worker's state has behind it; -1 for none that it knows of.
-        made: how many of them this process has made.
-        is_last: the script has ended, and the process is about to: no more cards come.
-        progress: changes with each operation between ranks that the worker begins or finishes, and each part of a step.
-        waits: for other ranks.
-    """
+    """A worker's message about itself, and sign of life, every BEAT_SECONDS at least. Each card replaces the last."""
 
     state: WorkerState
-    generation: int = 0
-    reason: str = ""
-    has_lost_peer: bool = False
-    given_up: tuple[int, ...] = ()
-    pid: int = 0
-    count: int = 0
-    steps: int = -1
-    made: int = 0
-    is_last: bool = False
+    generation: int = 0  # number of the newest generation that the worker has belonged to, or tried to open; 0 for none
+    reason: str = ""  # why the worker has left its generation, for people; "" if there is nothing to say
+    has_lost_peer: bool = False  # it has left its generation because the connection to another worker broke
+    given_up: tuple[int, ...] = ()  # ranks of its generation for which it has waited in vain
+    pid: int = 0  # number of its process, for messages; 0 if unknown
+    count: int = 0  # grows with each card; 0 before the first
+    steps: int = -1  # number of optimizer steps that the worker's state has behind it; -1 for none that it knows of
+    made: int = 0  # how many of them this process has made
+    is_last: bool = False  # the script has ended, and the process is about to: no more cards come
+    # changes with each operation between ranks that the worker begins or finishes, and each part of a step
     progress: int = 0
-    waits: bool = False
+    waits: bool = False  # for other ranks
 
 
 @dataclass(frozen=True)
 class Orders(_Message):
-    """All that the driver says. Each message replaces the last.
+    """All that the driver says. Each message replaces the last."""
 
-    Attributes:
-        generation: number of the newest generation, from 1; 0 before the first.
-        workers: numbers of its workers: the worker of rank 0 first. Workers that have trained before come before new
-            ones, in the order of their earlier ranks.
-        reason: why there is this generation, for people: "worker 3 on b was killed by SIGKILL".
-        broken: generations up to this number are broken: some of their workers are lost.
-        lost: the lost ranks of that generation.
-        how: what happened to them, for people.
-        call: number of the generation that is to meet at the end of its step; 0 for none.
-        over: why the job is over, for people; "" as long as it is not.
-    """
-
-    generation: int = 0
+    generation: int = 0  # number of the newest generation, from 1; 0 before the first
+    # numbers of its workers: the worker of rank 0 first. Workers that have trained before come before new ones, in the
+    # order of their earlier ranks.
     workers: tuple[int, ...] = ()
-    reason: str = ""
-    broken: int = 0
-    lost: tuple[int, ...] = ()
-    how: str = ""
-    call: int = 0
-    over: str = ""
+    reason: str = ""  # why there is this generation, for people: "worker 3 on b was killed by SIGKILL"
+    broken: int = 0  # generations up to this number are broken: some of their workers are lost
+    lost: tuple[int, ...] = ()  # the lost ranks of that generation
+    how: str = ""  # what happened to them, for people
+    call: int = 0  # number of the generation that is to meet at the end of its step; 0 for none
+    over: str = ""  # why the job is over, for people; "" as long as it is not

@@ -46,28 +46,23 @@ _HEARTBEAT_SECONDS: Final = 5.0  # between hosts, only a cycle shows whether the
 
 
 class CollectiveEngine:
-    """The operations of one world. Opening it is collective.
-
-    Attributes:
-        sets: the global ranks of each process set, ascending, by its number. 0 is the set of all ranks.
-        handles: operations that were started, and not waited for yet.
-        turns: counts SyncBatchNorm layers, and ends them after a join.
-    """
+    """The operations of one world. Opening it is collective."""
 
     def __init__(self, world: World, settings: Settings) -> None:
         self.world = world
         self.settings = settings
-        self.turns = world.shared(LayerTurns)
+        self.turns = world.shared(LayerTurns)  # counts SyncBatchNorm layers, and ends them after a join
         has_file = world.rank == 0 and settings.timeline not in (None, DYNAMIC_TIMELINE)
         # Open the file of HOROVOD_TIMELINE before other ranks ask for anything.
         self.timeline = Timeline(str(settings.timeline), mark_cycles=settings.mark_cycles) if has_file else None
         self._is_closed = False
         # Process sets, and those with this rank
+        # the global ranks of each process set, ascending, by its number. 0 is the set of all ranks.
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(world.size))}
         self._planes: dict[int, Plane] = {}
         self._num_sets = 0  # that were ever added
         # Operations of this rank, under a lock, which a signal handler may take, too
-        self.handles: dict[int, Operation] = {}
+        self.handles: dict[int, Operation] = {}  # operations that were started, and not waited for yet
         self.next_handle: Callable[[], int] = itertools.count().__next__
         self._lock = threading.RLock()
         self._submitted: list[Operation] = []

@@ -40,15 +40,13 @@ class Channel:
             without giving way 580 us). If another program keeps the core for long, the rank sleeps in its next few
             waits. Pass 0 if another thread of the process computes all the time.
         grace_seconds: see `HostGroup.wait_until`.
-
-    Attributes:
-        meanwhile: called now and then while this rank waits, until it returns False. Then this rank does not poll.
     """
 
     def __init__(self, group: HostGroup, *, poll_seconds: float = POLL_SECONDS, grace_seconds: float = 0.0) -> None:
         self.group = group
         self.grace_seconds = grace_seconds
         self.poll_seconds = poll_seconds
+        # called now and then while this rank waits, until it returns False. Then this rank does not poll.
         self.meanwhile: Callable[[], bool] | None = None
         block = group.allocate(semaphore.SEMAPHORE_STRIDE * group.size, prepare=_initialise_inbox)
         self._block = block  # keeps the mapping alive: the addresses below point into it

@@ -73,21 +73,14 @@ class SharedBlock:
 
 
 class HostGroup:
-    """The ranks of one host that can map each other's memory.
-
-    Attributes:
-        ranks: their world ranks, ascending. Always contains `rank`.
-        index: position of this rank in `ranks`.
-        on_wait: see `Rendezvous`.
-        notices: why ranks have failed or left.
-    """
+    """The ranks of one host that can map each other's memory."""
 
     def __init__(self, rendezvous: Rendezvous, peers: Sequence[_Peer]) -> None:
         rank = self.rank = rendezvous.rank
-        self.ranks = tuple(sorted([rank, *(peer.rank for peer in peers)]))
-        self.index = self.ranks.index(rank)
+        self.ranks = tuple(sorted([rank, *(peer.rank for peer in peers)]))  # world ranks, ascending, with `rank`
+        self.index = self.ranks.index(rank)  # position of this rank in `ranks`
         self.timeout_seconds = rendezvous.timeout_seconds
-        self.on_wait: Callable[[Sequence[int], float], None] | None = None
+        self.on_wait: Callable[[Sequence[int], float], None] | None = None  # see `Rendezvous`
         self._peers = {peer.rank: peer for peer in peers}
         self._num_blocks = 0
         self._aborted: RingError | None = None

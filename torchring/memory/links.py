@@ -28,17 +28,11 @@ _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class Listener:
-    """Takes the calls of other ranks.
-
-    Attributes:
-        address: abstract name of the socket.
-        token: a secret that a caller has to know.
-        links: open sockets to the ranks that have come.
-    """
+    """Takes the calls of other ranks at an abstract name, `address`. A caller has to know a secret, `token`."""
 
     def __init__(self) -> None:
         self.address, self.token = f"torchring-{secrets.token_hex(16)}", secrets.token_hex(32)
-        self.links: dict[int, socket.socket] = {}
+        self.links: dict[int, socket.socket] = {}  # open sockets to the ranks that have come
         self._silent: list[socket.socket] = []  # processes of this user that have not said yet who they are
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind("\0" + self.address)

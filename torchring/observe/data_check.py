@@ -151,14 +151,10 @@ class DataCheck(Participant):
 
 
 class Repeats:
-    """Notices batches that come again on this rank.
-
-    Attributes:
-        told: kinds of mistakes that need not be looked for any more.
-    """
+    """Notices batches that come again on this rank."""
 
     def __init__(self) -> None:
-        self.told: set[int] = set()
+        self.told: set[int] = set()  # kinds of mistakes that need not be looked for any more
         self._first: list[int] = []  # digests of the first epoch's first batches
         self._num_same = 0  # how many of them have come again, in their order
         self._recent: deque[bool] = deque(maxlen=_NUM_FIRST)  # whether a batch was that before it

@@ -36,20 +36,16 @@ _Values = tuple[torch.Tensor, int]  # the bytes of sampled values of a tensor, a
 
 
 class Batch(NamedTuple):
-    """What forward was given for one reduction.
+    """What forward was given for one reduction."""
 
-    Attributes:
-        num_samples: length of the first dimension of the first tensor, summed over micro-steps. 0 if lists come first.
-        num_tokens: number of elements of the first tensor if it holds integers in two dimensions, as texts are given;
-            else `num_samples`.
-        digest: of the first batch. None if it is not known, or if nothing has changed since the batch before.
-        is_repeated: another tensor than in the batch before, with the same values.
-    """
-
+    # length of the first dimension of the first tensor, summed over micro-steps. 0 if lists come first.
     num_samples: int = 0
+    # number of elements of the first tensor if it holds integers in two dimensions, as texts are given; else
+    # `num_samples`
     num_tokens: int = 0
+    # of the first batch. None if it is not known, or if nothing has changed since the batch before.
     digest: int | None = None
-    is_repeated: bool = False
+    is_repeated: bool = False  # another tensor than in the batch before, with the same values
 
 
 class Inputs:
@@ -179,14 +175,11 @@ class ForwardWatch:
 
     Args:
         model: the model that gets the hooks, if there is one.
-
-    Attributes:
-        observers: returns those of the world in which the model trains now; None if there is no world.
-        inputs: sees what the model is given.
     """
 
     def __init__(self, model: torch.nn.Module | None) -> None:
-        self.inputs = Inputs()
+        self.inputs = Inputs()  # sees what the model is given
+        # returns those of the world in which the model trains now; None if there is no world
         self.observers: Callable[[], Observers | None] = _nothing
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._model = None if model is None or isinstance(model, torch.jit.ScriptModule) else weakref.ref(model)

@@ -28,18 +28,12 @@ def since(before_ns: int, now_ns: int) -> int:
 
 
 class Loading:
-    """What was seen in one thread since `begin_step`, as in a `StepRecord`. `watch` makes this module write it down.
-
-    Attributes:
-        counts: whether the thread does nothing else now that takes as long.
-        num_loaders: how many DataLoaders have begun, since ever.
-        loader: the DataLoader that gave the last batch.
-    """
+    """What was seen in one thread since `begin_step`, as in a `StepRecord`. `watch` makes this module write it down."""
 
     def __init__(self) -> None:
-        self.num_loaders = 0
-        self.loader: Callable[[], DataLoader[Any] | None] = lambda: None
-        self.counts = True
+        self.num_loaders = 0  # how many DataLoaders have begun, since ever
+        self.loader: Callable[[], DataLoader[Any] | None] = lambda: None  # the DataLoader that gave the last batch
+        self.counts = True  # whether the thread does nothing else now that takes as long
         self.begin_step()
 
     def begin_step(self) -> None:

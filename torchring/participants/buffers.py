@@ -40,16 +40,13 @@ _CANNOT: Final = "cannot exchange its buffers"
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """A buffer of a model, found again by its module and key: a script may put another tensor in its place.
-
-    Attributes:
-        choice: "mean" averages over the ranks that have data; what has no mean follows the lowest of these ranks.
-            "rank0": all follow that rank. "own": each rank keeps its own, and a warning says if they differ.
-    """
+    """A buffer of a model, found again by its module and key: a script may put another tensor in its place."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
+    # "mean" averages over the ranks that have data; what has no mean follows the lowest of these ranks. "rank0": all
+    # follow that rank. "own": each rank keeps its own, and a warning says if they differ.
     choice: Literal["mean", "rank0", "own"]
     module: weakref.ref[torch.nn.Module]
     key: str
@@ -141,12 +138,7 @@ def _results_of(world: World) -> list[BufferSync]:
 
 
 class BufferSync(Participant):
-    """Makes the buffers of one model equal on all ranks, once in each reduction of its gradients. See `Reducible`.
-
-    Attributes:
-        places: of the buffers that travel: these identify them, whatever their names are in the model of a `wrap`.
-        index: of the wire among the buckets.
-    """
+    """Makes the buffers of one model equal on all ranks, once in each reduction of its gradients. See `Reducible`."""
 
     fields = ("has_other_buffers",)
 
@@ -155,7 +147,7 @@ class BufferSync(Participant):
         specs = buffer_specs(setup.model, setup.options.sync_buffers, setup.ignored)
         lines = [f"buffer {i}: {spec.name} {_kind(spec)} {spec.choice}" for i, spec in enumerate(specs)]
         collectives_of(setup.world).check_equal(lines)
-        self.index = 0
+        self.index = 0  # of the wire among the buckets
         self._world = setup.world
         self._follow = reducer.layout.agreement.follow_current_stream
         self._results = setup.world.shared(_results_of)
@@ -164,6 +156,7 @@ class BufferSync(Participant):
         self._specs = [spec for spec in specs if spec.choice != "own"]
         self._specs.sort(key=lambda spec: (not spec.is_averaged, str(spec.dtype)))  # stable: alike on all ranks
         self._num_averaged = sum(spec.is_averaged for spec in self._specs)
+        # of the buffers that travel: these identify them, whatever their names are in the model of a `wrap`
         self.places = frozenset((spec.module, spec.key) for spec in self._specs)
         self._is_absent = False  # in the reduction: this rank has no data that counts, so its buffers do not count
         self._problem: GradientError | None = None  # or its buffers have changed their shapes

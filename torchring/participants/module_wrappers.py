@@ -33,14 +33,10 @@ WAY_OUT: Final = (
 
 
 class ModuleWrappers:
-    """The DDP and FSDP instances of this process that are alive. There is one object of this class, `MODULE_WRAPPERS`.
-
-    Attributes:
-        num_built: how many instances were built since this module was imported.
-    """
+    """The DDP and FSDP instances of this process that are alive. `MODULE_WRAPPERS` is the one object of this class."""
 
     def __init__(self) -> None:
-        self.num_built = 0
+        self.num_built = 0  # how many instances were built since this module was imported
         self._has_searched = False
         self._alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         register_module_module_registration_hook(self._notice)

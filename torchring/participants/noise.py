@@ -53,11 +53,7 @@ class _Sample(NamedTuple):
 
 
 class NoiseScale(Participant):
-    """Measures the noise scale of one optimizer's gradients.
-
-    Attributes:
-        batch_size: samples of all ranks in a reduction, smoothed.
-    """
+    """Measures the noise scale of one optimizer's gradients."""
 
     fields = ("has_norm", "norm_ratio")
 
@@ -70,7 +66,7 @@ class NoiseScale(Participant):
         self._scale = 1 / size if setup.options.is_sum else 1.0
         self._num_samples = 0
         self._signal = self._noise = 0.0  # mean estimates of |G|^2 and S
-        self.batch_size = 0.0
+        self.batch_size = 0.0  # samples of all ranks in a reduction, smoothed
 
         # The reduction, and the sample that waits to be told
         self._own: dict[int, torch.Tensor] | None = None  # by parameter: the norm of this rank's gradient

@@ -44,30 +44,24 @@ _NUM_PORTS: Final = 15_000
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """A process, as its launcher describes it.
+    """A process, as its launcher describes it."""
 
-    Attributes:
-        launcher: the name of the launcher, "none" without a launcher.
-        master: host and port of the store. None for a world of one, and where the ranks meet through MPI.
-        store_is_hosted: whether the launcher runs the TCPStore itself, as torchrun does. Otherwise rank 0 does.
-        over_mpi: no address was given, so the ranks meet through mpi4py.
-        is_one_host: whether the launcher says that all ranks run on one host.
-        parent_pid: if this process is not the rank but a child of the rank, the process number of the rank.
-        job: equal on all ranks that were launched together, and on no others. "" if the launcher does not say, or has
-            given a secret instead.
-        secret: what all ranks that were launched together know, and nobody else. "" if the launcher gives none.
-    """
-
-    launcher: str
+    launcher: str  # the name of the launcher, "none" without a launcher
     rank: int
     size: int
     local_rank: int | None = None
+    # host and port of the store. None for a world of one, and where the ranks meet through MPI.
     master: tuple[str, int] | None = None
+    # whether the launcher runs the TCPStore itself, as torchrun does. Otherwise rank 0 does.
     store_is_hosted: bool = False
-    over_mpi: bool = False
+    over_mpi: bool = False  # no address was given, so the ranks meet through mpi4py
+    # if this process is not the rank but a child of the rank, the process number of the rank
     parent_pid: int | None = None
+    # equal on all ranks that were launched together, and on no others. "" if the launcher does not say, or has given a
+    # secret instead.
     job: str = ""
-    is_one_host: bool = False
+    is_one_host: bool = False  # whether the launcher says that all ranks run on one host
+    # what all ranks that were launched together know, and nobody else. "" if the launcher gives none.
     secret: str = field(default="", repr=False)
 
 

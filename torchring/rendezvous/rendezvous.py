@@ -60,13 +60,6 @@ class Rendezvous:
         rank: this process, 0 <= rank < size.
         size: number of ranks that this process was told to expect.
         timeout_seconds: how long a rank, or the store, may keep the others waiting.
-
-    Attributes:
-        watch: raises if one of the given ranks is known to be dead. None until there is a way to know.
-        store_host: the rank whose process hosts the store. None if another process hosts the store.
-        is_one_host: whether the launcher says that all ranks run on this host.
-        on_wait: called now and then while this rank waits for ranks: with the ranks, and the seconds so far. Called
-            without ranks when the wait is over.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_seconds: float) -> None:
@@ -74,9 +67,13 @@ class Rendezvous:
         self.rank = rank
         self.size = size
         self.timeout_seconds = timeout_seconds
+        # raises if one of the given ranks is known to be dead. None until there is a way to know.
         self.watch: Callable[[Sequence[int]], None] | None = None
+        # the rank whose process hosts the store. None if another process hosts the store.
         self.store_host: int | None = None
-        self.is_one_host = False
+        self.is_one_host = False  # whether the launcher says that all ranks run on this host
+        # called now and then while this rank waits for ranks: with the ranks, and the seconds so far. Called without
+        # ranks when the wait is over.
         self.on_wait: Callable[[Sequence[int], float], None] | None = None
         self._num_all_gathers: dict[str, int] = {}
         self._published_once: dict[str, bytes] = {}

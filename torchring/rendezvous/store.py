@@ -158,13 +158,10 @@ class _MpiEndpoint:
 
     After a timeout the object is kept, because an MPI collective that has begun cannot be taken back: the next try goes
     on with the same object.
-
-    Attributes:
-        store: rank 0's.
     """
 
     def __init__(self, comm: Any, is_local: bool, timeout_seconds: float) -> None:
-        self.store: TCPStore | None = None
+        self.store: TCPStore | None = None  # rank 0's
         self._comm = comm
         self._text = bytearray(_ENDPOINT_BYTES)
         if comm.rank == 0:

@@ -17,17 +17,13 @@ from torchring.allreduce.slices import ALIGNMENT_BYTES, slice_bounds
 
 @dataclass(frozen=True)
 class Flat:
-    """Parameters side by side, in memory that is cut among the ranks.
-
-    Attributes:
-        spans: the elements [start, stop) of each parameter, by its index. Each begins at a cache line.
-        bounds: the elements [start, stop) of each rank.
-    """
+    """Parameters side by side, in memory that is cut among the ranks."""
 
     dtype: torch.dtype
     numel: int
+    # the elements [start, stop) of each parameter, by its index. Each begins at a cache line.
     spans: Mapping[int, tuple[int, int]]
-    bounds: Sequence[tuple[int, int]]
+    bounds: Sequence[tuple[int, int]]  # the elements [start, stop) of each rank
 
     @property
     def owner(self) -> int | None:

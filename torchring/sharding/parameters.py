@@ -29,31 +29,22 @@ _NUM_OWNERS: Final = num_owners(storage_of(torch.nn.Parameter(torch.empty(1, dev
 
 @dataclass(frozen=True, eq=False)
 class FlatMemory:
-    """The memory of one `Flat`.
-
-    Attributes:
-        own: [numel] of its dtype; this rank's parameters.
-        peers: the same of the other ranks of the host, where the host writes them.
-    """
+    """The memory of one `Flat`."""
 
     flat: Flat
-    own: torch.Tensor
-    peers: Sequence[torch.Tensor] = ()
+    own: torch.Tensor  # [numel] of its dtype; this rank's parameters
+    peers: Sequence[torch.Tensor] = ()  # the same of the other ranks of the host, where the host writes them
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Elements [start, stop) of a parameter, in memory order, which this rank steps.
+    """Elements [start, stop) of a parameter, in memory order, which this rank steps."""
 
-    Attributes:
-        tensor: what the optimizer steps, in the memory of the parameter. The parameter itself if the optimizer needs
-            whole parameters.
-        index: of the parameter.
-    """
-
+    # what the optimizer steps, in the memory of the parameter. The parameter itself if the optimizer needs whole
+    # parameters.
     tensor: torch.Tensor
     parameter: torch.nn.Parameter
-    index: int
+    index: int  # of the parameter
     start: int
     stop: int
 

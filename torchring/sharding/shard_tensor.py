@@ -54,15 +54,10 @@ def cut_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 class ShardTensor(torch.Tensor):
-    """Looks like the state of a whole parameter, but computes nothing: this rank has `elements` of it only.
+    """Looks like the state of a whole parameter, but computes nothing: this rank has `elements` of it only."""
 
-    Attributes:
-        first: index of the first of the elements, in memory order.
-        elements: [n]; a copy, if the optimizer steps elements.
-    """
-
-    first: int
-    elements: torch.Tensor
+    first: int  # index of the first of the elements, in memory order
+    elements: torch.Tensor  # [n]; a copy, if the optimizer steps elements
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod

@@ -46,12 +46,6 @@ class Shards:
         names: of its parameters.
         number: of the optimizer, among those of the world that are sharded.
         all_reduce: of the gradients.
-
-    Attributes:
-        kind: how the optimizer is cut.
-        parameters: all parameters, in the order of the parameter groups.
-        memories: of all parameters.
-        shards: what this rank steps of them.
     """
 
     def __init__(
@@ -65,10 +59,10 @@ class Shards:
         self.world = world
         self.optimizer = optimizer
         self.names = names
-        self.kind = kind_of(optimizer)
-        self.parameters: list[torch.nn.Parameter] = []
-        self.memories: list[FlatMemory] = []
-        self.shards: list[Shard] = []
+        self.kind = kind_of(optimizer)  # how the optimizer is cut
+        self.parameters: list[torch.nn.Parameter] = []  # all parameters, in the order of the parameter groups
+        self.memories: list[FlatMemory] = []  # of all parameters
+        self.shards: list[Shard] = []  # what this rank steps of them
         self._kept: list[torch.Tensor] = []  # memory that the parameters had, where others may still read it
         self._addresses: list[int] = []
         self._group_of: dict[int, int] = {}  # when they were cut

@@ -43,19 +43,13 @@ class Coordinator:
         now: the time in seconds, of a clock that does not jump.
         hands: carries out what `tick` decides.
         randomness: where the jitter of cooldowns comes from.
-
-    Attributes:
-        size: number of workers with which the job starts, known once there are hosts.
-        orders: what all workers are to hear.
-        stage: the stage of the current generation.
-        code: exit code of the job, once all is over.
     """
 
     def __init__(self, limits: Limits, now: float, hands: Driver, randomness: random.Random | None = None) -> None:
         self.limits = limits
-        self.size = limits.size
-        self.orders = Orders()
-        self.code: int | None = None
+        self.size = limits.size  # number of workers with which the job starts, known once there are hosts
+        self.orders = Orders()  # what all workers are to hear
+        self.code: int | None = None  # exit code of the job, once all is over
         self._hands = hands
         self._now = now
         self._clock = 0.0  # seconds, without those in which the driver was stopped

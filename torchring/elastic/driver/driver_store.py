@@ -38,24 +38,18 @@ class Listener:
         hosts: where workers start.
         interface: the name of the network interface to listen at; "" to choose.
 
-    Attributes:
-        addresses: where workers can reach the store, the likeliest address first.
-        port: of the store.
-        socket: for the store, which takes it over.
-        secret: of the driver and its workers. It signs what they say in the store.
-
     Raises LaunchError.
     """
 
     def __init__(self, hosts: Hosts, interface: str = "") -> None:
-        self.secret = secrets.token_hex(16)
-        address, self.addresses = _choose(hosts, interface)
+        self.secret = secrets.token_hex(16)  # of the driver and its workers. It signs what they say in the store.
+        address, self.addresses = _choose(hosts, interface)  # where workers can reach the store, the likeliest first
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             self.socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         except OSError as error:
             raise LaunchError(f"cannot listen at {address or 'any address'}: {error.strerror or error}") from error
-        self.port = int(self.socket.getsockname()[1])
+        self.port = int(self.socket.getsockname()[1])  # of the store
         self.own_address = address or _LOOPBACK
 
     def close(self) -> None:

@@ -21,37 +21,23 @@ Slot: TypeAlias = tuple[str, int]  # a host, and the number of the slot there
 
 @dataclass
 class Ending:
-    """How far the job is from its end.
+    """How far the job is from its end."""
 
-    Attributes:
-        is_near: a worker has finished.
-        began_at: when the job was over; None before.
-        code: exit code of the driver; None if the training has finished.
-        failed_code: of the first process of the current generation that failed.
-        is_hurried: workers were told to end at last.
-        num_signals: number of signals that the driver has got.
-    """
-
-    is_near: bool = False
-    began_at: float | None = None
-    code: int | None = None
-    failed_code: int = 0
-    is_hurried: bool = False
-    num_signals: int = 0
+    is_near: bool = False  # a worker has finished
+    began_at: float | None = None  # when the job was over; None before
+    code: int | None = None  # exit code of the driver; None if the training has finished
+    failed_code: int = 0  # of the first process of the current generation that failed
+    is_hurried: bool = False  # workers were told to end at last
+    num_signals: int = 0  # number of signals that the driver has got
 
 
 @dataclass
 class Losses:
-    """The losses of a job since it was further than ever before.
+    """The losses of a job since it was further than ever before."""
 
-    Attributes:
-        first: the first worker that failed, as text, and its exit code; None if none has.
-        number: of workers that were lost.
-        steps: the most steps that the state has had behind it, at a worker that has made one of them; -1 for none.
-    """
-
-    first: tuple[str, int] | None = None
-    number: int = 0
+    first: tuple[str, int] | None = None  # the first worker that failed, as text, and its exit code; None if none has
+    number: int = 0  # of workers that were lost
+    # the most steps that the state has had behind it, at a worker that has made one of them; -1 for none
     steps: int = -1
 
     def note_steps(self, steps: int) -> None:
@@ -83,15 +69,12 @@ class Cooldown:
     Args:
         shortest, longest: seconds for which a slot is left out, after its second failure in a row, and at most.
         randomness: where the jitter comes from.
-
-    Attributes:
-        failures: in a row, by slot.
     """
 
     shortest: float
     longest: float
     randomness: random.Random = field(default_factory=random.Random)
-    failures: dict[Slot, int] = field(default_factory=dict)
+    failures: dict[Slot, int] = field(default_factory=dict)  # in a row, by slot
     _until: dict[Slot, float] = field(default_factory=dict)
 
     def fail(self, slot: Slot, now: float) -> float:

@@ -33,21 +33,18 @@ class Hosts:
         ask: returns the hosts, or raises LaunchError. Its argument is set by `close`, so that it can return early. None
             if `hosts` does not change.
         hosts: the hosts to begin with; None if they are not known yet.
-
-    Attributes:
-        known: the hosts of the last good answer; None before the first.
-        problem: why there is no newer answer; "" if there is.
     """
 
     def __init__(
         self, ask: Callable[[threading.Event], Sequence[Host]] | None, hosts: Sequence[Host] | None = None
     ) -> None:
         self._ask = ask
-        self.problem = ""
+        self.problem = ""  # why there is no newer answer; "" if there is
         self._warnings: list[str] = []
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="torchring-hosts", daemon=True)
         self._here = ""  # the name of this host in the first answer that has it
+        # the hosts of the last good answer; None before the first
         self.known: tuple[Host, ...] | None = None if hosts is None else self._merged(hosts)
 
     @property

@@ -15,24 +15,15 @@ UNLIMITED: Final = 1 << 30
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits that the user sets.
+    """The limits that the user sets. Times are seconds."""
 
-    Attributes:
-        size: number of workers to begin with; UNLIMITED for as many as there are slots.
-        min_size, max_size: fewest and most workers that train.
-        elastic_timeout: seconds that the job waits for `min_size` workers, and for a worker to come.
-        heartbeat_timeout: seconds of silence after which a worker is killed.
-        stall_timeout: seconds after which a worker is killed that does not move while others wait for it; None: never.
-        cooldown: shortest and longest time in seconds for which a slot is left out where workers fail.
-    """
-
-    size: int
-    min_size: int = 1
-    max_size: int = UNLIMITED
-    elastic_timeout: float = 600.0  # Horovod's
-    heartbeat_timeout: float = 10.0
-    stall_timeout: float | None = None
-    cooldown: tuple[float, float] = (1.0, 600.0)
+    size: int  # how many workers to begin with; UNLIMITED for as many as there are slots
+    min_size: int = 1  # fewest workers that train
+    max_size: int = UNLIMITED  # most workers
+    elastic_timeout: float = 600.0  # that the job waits for `min_size` workers, and for a worker to come; Horovod's
+    heartbeat_timeout: float = 10.0  # of silence, after which a worker is killed
+    stall_timeout: float | None = None  # after which a worker is killed that does not move while others wait for it
+    cooldown: tuple[float, float] = (1.0, 600.0)  # shortest and longest, of a slot that is left out where workers fail
 
 
 class Stage(enum.IntEnum):

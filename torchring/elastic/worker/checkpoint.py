@@ -41,14 +41,11 @@ class CheckpointWriter:
 
     Args:
         directory: is made if it is not there.
-
-    Attributes:
-        newest: path of the newest checkpoint that this writer has written.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
-        self.newest: Path | None = None
+        self.newest: Path | None = None  # path of the newest checkpoint that this writer has written
         self._thread = SerialThread("torchring-checkpoint")  # a daemon: a disk may hang
         self._last: Future[Any] | None = None  # the one that was begun last
         self._warned: set[object] = set()

@@ -9,16 +9,11 @@ from torchring.world import World
 
 
 class MembershipChange:
-    """A change of ranks that this rank has heard of. `world.shared(MembershipChange)` is that of a world.
-
-    Attributes:
-        is_wanted: at the end of a step, the ranks of this world are to meet anew, or to end.
-        leaves: this rank is about to end, and does not meet the others anew.
-    """
+    """A change of ranks that this rank has heard of. `world.shared(MembershipChange)` is that of a world."""
 
     def __init__(self, world: World) -> None:
-        self.is_wanted = False
-        self.leaves = False
+        self.is_wanted = False  # at the end of a step, the ranks of this world are to meet anew, or to end
+        self.leaves = False  # this rank is about to end, and does not meet the others anew
 
 
 class MembershipVote(Participant):

@@ -25,17 +25,11 @@ FORMAT: Final = 2  # of checkpoints
 
 @dataclass
 class Counters:
-    """How far the state is.
+    """How far the state is."""
 
-    Attributes:
-        steps: of the first optimizer.
-        progress: steps of all optimizers: more is further.
-        size: of the world that trained last; 0 for none.
-    """
-
-    steps: int = 0
-    progress: int = 0
-    size: int = 0
+    steps: int = 0  # of the first optimizer
+    progress: int = 0  # steps of all optimizers: more is further
+    size: int = 0  # of the world that trained last; 0 for none
 
 
 class Parts:
@@ -46,11 +40,6 @@ class Parts:
     Args:
         owner: the State.
         given: what it was given.
-
-    Attributes:
-        optimizers: those that `torchring.wrap` has returned.
-        sharded: those of them that have shard=True.
-        others: whatever else has a state dict.
     """
 
     def __init__(self, owner: object, given: Mapping[str, Any]) -> None:
@@ -58,7 +47,7 @@ class Parts:
         self.modules = {name: each for name, each in given.items() if isinstance(each, torch.nn.Module)}
         self.optimizers = {name: each for name, each in given.items() if isinstance(each, DistributedOptimizer)}
         self.sharded = {n: each for n, each in self.optimizers.items() if isinstance(each, ShardedOptimizer)}
-        self.others = {
+        self.others = {  # whatever else has a state dict
             name: each
             for name, each in given.items()
             if name not in self.modules

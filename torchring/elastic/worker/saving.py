@@ -24,15 +24,12 @@ class Saving:
 
     Args:
         every: number of steps, or time, between two checkpoints.
-
-    Attributes:
-        folder: where they are.
     """
 
     def __init__(self, parts: Parts, folder: str | Path | None, every: int | timedelta | None) -> None:
         if every is not None and not (timedelta() < every if isinstance(every, timedelta) else every >= 1):
             raise ValueError(f"every must be a number of steps, 1 or more, or a positive timedelta, got {every!r}")
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else Path(folder)  # where they are
         self._parts = parts
         self._every = _EVERY if every is None else every
         self._writer: CheckpointWriter | None = None

@@ -17,16 +17,11 @@ _log = logging.getLogger("torchring.elastic")
 
 
 class Shares:
-    """The state of optimizers with shard=True. Without such optimizers, nothing happens.
-
-    Attributes:
-        sharded: the optimizers, by name.
-        is_part: their state was dealt out: what this rank has of it is not the whole.
-    """
+    """The state of optimizers with shard=True. Without such optimizers, nothing happens."""
 
     def __init__(self, sharded: Mapping[str, ShardedOptimizer]) -> None:
-        self.sharded = sharded
-        self.is_part = False
+        self.sharded = sharded  # the optimizers, by name
+        self.is_part = False  # their state was dealt out: what this rank has of it is not the whole
         self._whole: dict[str, dict[str, Any]] = {}  # their state_dicts, on the rank that deals them out
 
     def become_whole(self) -> None:

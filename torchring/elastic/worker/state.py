@@ -41,15 +41,12 @@ class GenerationOver(BaseException):
     """Leaves the training function, which is called again with other ranks.
 
     Not an Exception, so that a script that goes on after errors does not swallow it.
-
-    Attributes:
-        leaving: the ranks that were told to end.
-        heir: the first rank that stays, if one does, else 0. It has the whole state when the ranks part.
     """
 
     def __init__(self, size: int, leaving: tuple[int, ...]) -> None:
         super().__init__("the ranks of this elastic job change")
-        self.leaving = leaving
+        self.leaving = leaving  # the ranks that were told to end
+        # the first rank that stays, if one does, else 0. It has the whole state when the ranks part.
         self.heir = next((rank for rank in range(size) if rank not in leaving), 0)
 
 
@@ -382,22 +379,12 @@ class State:
 
 
 class _Row(NamedTuple):
-    """The progress of a rank, as the other ranks hear of it.
+    """The progress of a rank, as the other ranks hear of it."""
 
-    Attributes:
-        has_share: it has less than the whole state of optimizers with shard=True.
-        progress: -1 for a rank that has nothing yet.
-        is_certain: values belong to this progress.
-        returns_to: progress of its newest commit; -1 for none.
-        has_failed: it returns to its commit, and so all ranks do.
-        saved: step of the newest checkpoint; -1 for none, or if the rank needs none.
-        size: size of the world that trained last.
-    """
-
-    has_share: bool
-    progress: int
-    is_certain: bool
-    returns_to: int
-    has_failed: bool
-    saved: int
-    size: int
+    has_share: bool  # it has less than the whole state of optimizers with shard=True
+    progress: int  # -1 for a rank that has nothing yet
+    is_certain: bool  # values belong to this progress
+    returns_to: int  # progress of its newest commit; -1 for none
+    has_failed: bool  # it returns to its commit, and so all ranks do
+    saved: int  # step of the newest checkpoint; -1 for none, or if the rank needs none
+    size: int  # size of the world that trained last

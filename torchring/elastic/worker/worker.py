@@ -45,20 +45,13 @@ class JobOverError(Exception):
 
 
 class Worker:
-    """This process as a worker of an elastic job.
-
-    Attributes:
-        number: number of this worker.
-        generation: number of the generation that this worker belongs to, or has belonged to last; 0 for none.
-        num_steps: number of optimizer steps that the state has behind it; -1 for none. The driver is told.
-        leaves: True once this worker was told to end.
-    """
+    """This process as a worker of an elastic job."""
 
     def __init__(self, invitation: Invitation) -> None:
-        self.number = invitation.worker
-        self.generation = 0
-        self.num_steps = -1
-        self.leaves = False
+        self.number = invitation.worker  # number of this worker
+        self.generation = 0  # number of the generation that this worker belongs to, or has belonged to last; 0 for none
+        self.num_steps = -1  # number of optimizer steps that the state has behind it; -1 for none. The driver is told.
+        self.leaves = False  # True once this worker was told to end
         self._pid = os.getpid()
         self._changed = threading.Condition()  # guards what both threads use
         self._world: World | None = None  # of the current generation

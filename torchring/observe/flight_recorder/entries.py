@@ -43,18 +43,12 @@ PID, PHASE, PHASE_SINCE, SAMPLED_AT, TEXT_BYTES, TEXT_CHECKSUM = range(6)
 
 
 class Entry(Progress):
-    """How far this rank has come, where other ranks read it. See `Progress`.
-
-    Attributes:
-        key: equal on all ranks, and unlike that of other entries of this world.
-        wait: what a thread waits for. Means nothing if `waiting_since` is 0.
-        thread: the thread that waits.
-    """
+    """How far this rank has come, where other ranks read it. See `Progress`."""
 
     def __init__(self, recorder: FlightRecorder, name: str, words: memoryview) -> None:
-        self.key = zlib.crc32(name.encode()) + 1  # not 0, and the same in all processes
-        self.wait = Wait(name)
-        self.thread = 0
+        self.key = zlib.crc32(name.encode()) + 1  # not 0, the same on all ranks, and unlike that of other entries
+        self.wait = Wait(name)  # what a thread waits for. Means nothing if `waiting_since` is 0.
+        self.thread = 0  # the thread that waits
         self._recorder = recorder
         self._words = words
         words[_BEGUN] = words[_FINISHED] = words[_WAITING_SINCE] = 0
@@ -109,15 +103,11 @@ class FlightRecorder(Observer):
     Args:
         memory: MEMORY_BYTES bytes, zeroed, which other ranks may read.
         operations: the outermost operation between ranks that each thread is in, by thread.
-
-    Attributes:
-        thread: the thread that trains.
-        entries: the open ones.
     """
 
     def __init__(self, memory: memoryview, operations: Mapping[int, str]) -> None:
-        self.thread = threading.get_ident()
-        self.entries: list[Entry] = []
+        self.thread = threading.get_ident()  # the thread that trains
+        self.entries: list[Entry] = []  # the open ones
         self._operations = operations
         self._text = memory[_TEXT:MEMORY_BYTES]
         self._words = memory[:_TEXT].cast("q")

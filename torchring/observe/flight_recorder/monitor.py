@@ -59,9 +59,6 @@ class StallMonitor:
         block: memory for the flight recorders of the ranks of this host, `entries.MEMORY_BYTES` each.
         limit: seconds of waiting after which this rank warns; 0 for never. Then there is no timer thread.
         operations: see `FlightRecorder`.
-
-    Attributes:
-        recorder: the flight recorder of this rank.
     """
 
     def __init__(
@@ -80,7 +77,7 @@ class StallMonitor:
             rank: memoryview(part.numpy())  # type: ignore[arg-type]  # numpy's stubs before 3.12 lack Buffer
             for rank, part in zip(host.ranks, block.parts, strict=True)
         }
-        self.recorder = FlightRecorder(self._memory[self._rank], operations)
+        self.recorder = FlightRecorder(self._memory[self._rank], operations)  # the flight recorder of this rank
         self._has_warned: set[tuple[int, int]] = set()  # (key, since) of the waits under way
         # Ranks of other hosts
         self._others = [rank for rank in range(rendezvous.size) if rank not in self._memory]

@@ -23,23 +23,14 @@ _MOST_NAMED: Final = 8
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address at which Gloo listens on one rank.
+    """The address at which Gloo listens on one rank."""
 
-    Attributes:
-        host: name of the host.
-        network: equal on ranks that share a loopback interface; "" if unknown.
-        address: "" if Gloo cannot listen.
-        interface: GLOO_SOCKET_IFNAME, "" if not set.
-        usable: interfaces with addresses that other hosts may reach, as text.
-        problem: the reason why Gloo cannot listen, in Gloo's words; "" if Gloo can.
-    """
-
-    host: str
-    network: str
-    address: str
-    interface: str
-    usable: str
-    problem: str
+    host: str  # name of the host
+    network: str  # equal on ranks that share a loopback interface; "" if unknown
+    address: str  # "" if Gloo cannot listen
+    interface: str  # GLOO_SOCKET_IFNAME, "" if not set
+    usable: str  # interfaces with addresses that other hosts may reach, as text
+    problem: str  # the reason why Gloo cannot listen, in Gloo's words; "" if Gloo can
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
