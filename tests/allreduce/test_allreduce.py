@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
 from tests.support.grids import grid
-from tests.support.harness import run_threads, wait_until
+from tests.support.harness import patient, run_threads, wait_until
 from torchring.allreduce.contract import MAX_PENDING, AllReduce, Wire
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_ranks, num_columns
@@ -272,7 +272,7 @@ def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
         has_failed.set()
         return caught.value.peers, caught.value.rank
 
-    assert run_all_reduces(kind, 2, body, timeout_seconds=0.4)[0] == ((1,), 0)
+    assert run_all_reduces(kind, 2, body, timeout_seconds=patient(0.4))[0] == ((1,), 0)
 
 
 @every_all_reduce

@@ -437,7 +437,7 @@ def test_a_stall_ends_after_the_time_that_was_set(rank: int, monkeypatch: pytest
 
 @ranks(2)
 def test_a_failure_in_the_middle_ends_all_operations_on_all_ranks(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "100")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "60000")  # ms: until somebody waits, so that both travel together
     hvd.init()
     if rank == 1:
         monkeypatch.setattr(engine_module, "carry_out", mock.Mock(side_effect=MemoryError("no memory")))

@@ -196,8 +196,9 @@ def test_the_reaper_meets_a_process_of_another_user(
 def test_a_reaper_that_gets_no_heartbeat_ends_its_command(beats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a line that is cut: the pipe is not closed."""
     monkeypatch.setattr(run_module, "HEARTBEAT_SECONDS", 0.1 if beats else 100.0)
-    reaper = [sys.executable, "-I", str(REAPER), "0", "--silence", "1"]
-    job = run_module.HostJob("host", [*reaper, "sleep", "1.5" if beats else "60"], os.environ, is_remote=True)
+    reaper = [sys.executable, "-I", str(REAPER), "0", "--silence", str(silence := patient(1.0))]
+    sleep = ["sleep", str(1.5 * silence) if beats else "60"]
+    job = run_module.HostJob("host", [*reaper, *sleep], os.environ, is_remote=True)
     assert run_module._supervise([job], None) == (0 if beats else 128 + signal.SIGTERM)
 
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import torchring
 from tests.support.checks import assert_bitwise, assert_same_everywhere, digest
-from tests.support.harness import count_open_fds, ranks, run_ranks
+from tests.support.harness import count_open_fds, patient, ranks, run_ranks
 from tests.support.training import TINY_MB, Side, attempt, batch, loss_on, momentum, small_model, train, values
 
 worlds_of_one_and_two = pytest.mark.parametrize("world_size", [1, 2])
@@ -233,7 +233,7 @@ def test_worlds_come_and_go_without_a_trace(how: str, options: dict[str, Any], r
         train(side, model, plain, range(3))  # its hooks are gone: this reduces nothing and waits for nobody
         del optimizer, plain, model
         gc.collect()  # buffers stay mapped until nothing views them
-        end = time.monotonic() + 5.0  # a thread that was told to end takes its time
+        end = time.monotonic() + patient(5.0)  # a thread that was told to end takes its time
         while cycle > 1 and len(os.listdir("/proc/self/task")) > threads[1] and time.monotonic() < end:
             time.sleep(0.01)
         fds.append(count_open_fds())

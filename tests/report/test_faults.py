@@ -6,7 +6,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ from torchring.observe.recorder.records import RankTrace
 from torchring.observe.recorder.writer import recorder_of
 from torchring.report.model.merge import merge
 from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.findings import Verdict
 
 _STEPS = 30
 
@@ -66,15 +67,15 @@ def _busy_neighbours() -> Iterator[None]:
 def _train(rank: int, size: int, fault: str, num_steps: int = _STEPS) -> RankTrace:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    if fault == "none":  # a computation that takes equally long on all ranks, whatever else their cores do
-        model.insert(0, _Pause(0.02))
+    if fault in ("none", "input"):  # a computation that takes equally long on all ranks, whatever else their cores do
+        model.insert(0, _Pause(0.05))
     recorder_of(torchring.init())
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=1e-3), model)
-    samples = torch.ones(16 if fault in ("link", "none") else 512, 256)
+    samples = torch.ones(512 if fault == "straggler" else 16, 256)
     if fault == "straggler":
         with _busy_neighbours() if rank == 1 else nullcontext():
             return _steps(model, optimizer, samples, num_steps, 0.0)
-    trace = _steps(model, optimizer, samples, num_steps, 0.02 if fault == "input" and rank == 1 else 0.0)
+    trace = _steps(model, optimizer, samples, num_steps, 0.05 if fault == "input" and rank == 1 else 0.0)
     # What else keeps this machine busy is no part of the fault.
     unknown = (dataclasses.replace(step, queued_ns=-1, exposed_queued_ns=-1) for step in trace.steps)
     return dataclasses.replace(trace, steps=tuple(unknown))
@@ -91,21 +92,24 @@ def _steps(model: nn.Module, optimizer: Any, samples: torch.Tensor, num_steps: i
     return dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, process_began=0))
 
 
+def _find(fault: str, *expected: tuple[str, int | None], run: Callable[..., list[RankTrace]] = run_pooled) -> Verdict:
+    """The verdict on such a job. Where another program keeps a core busy meanwhile, the job runs again."""
+    verdicts = []
+    for _ in range(3):
+        verdicts.append(analyse(merge(run(_train, 2, fault))).verdict)
+        if (verdicts[-1].kind, verdicts[-1].rank) in expected:
+            return verdicts[-1]
+    raise AssertionError(verdicts)
+
+
 def test_a_slow_loader_on_one_rank() -> None:
-    verdict = analyse(merge(run_pooled(_train, 2, "input"))).verdict
-    assert (verdict.kind, verdict.rank) == ("input", 1), verdict
+    verdict = _find("input", ("input", 1))
     assert "waits for data on rank 1" in verdict.sentence
-    assert 15 < verdict.cost.mean < 60
+    assert 30 < verdict.cost.mean < 300
 
 
 def test_a_rank_with_busy_neighbours() -> None:
-    verdicts = []
-    for _ in range(3):  # another program may keep the core of rank 0 busy for as long
-        verdicts.append(analyse(merge(run_ranks(_train, 2, "straggler"))).verdict)
-        # Some kernels do not tell that rank 1 has no core.
-        if (verdicts[-1].kind, verdicts[-1].rank) in (("cores", 1), ("straggler", 1)):
-            return
-    raise AssertionError(verdicts)
+    _find("straggler", ("cores", 1), ("straggler", 1), run=run_ranks)  # some kernels do not tell that it has no core
 
 
 @needs_hosts
@@ -120,5 +124,4 @@ def test_a_slow_link() -> None:
 
 
 def test_an_even_job_computes() -> None:
-    verdict = analyse(merge(run_pooled(_train, 2, "none"))).verdict
-    assert (verdict.kind, verdict.rank) == ("compute", None), verdict
+    _find("none", ("compute", None))

@@ -296,7 +296,7 @@ _CONTRACT: list[tuple[Callable[..., object], int, dict[str, Any]]] = [
     (_sums_what_it_says_it_sums, 3, {}),
     (_groups_sum_apart, 3, {"groups": ((0, 2), (1,))}),
     (_native_reduces_over_it, 3, {}),
-    (_time_outs_name_the_cause, 3, {"timeout_seconds": 0.5}),
+    (_time_outs_name_the_cause, 3, {"timeout_seconds": patient(0.5)}),
     (_an_error_that_one_rank_leaves_is_raised_by_who_waits_for_it, 3, {}),
     (_who_waits_for_a_closed_transport_is_told, 2, {}),
     (_closing_with_transfers_under_way, 2, {"num_streams": 3}),

@@ -143,7 +143,7 @@ def test_the_host_of_the_store_stays_for_those_who_will_ask(rank: int, stays_sec
         return
     host = open_process(int(pids[0]))
     rendezvous.publish("has met", b"1")
-    select.select([host], [], [], 10.0 if stays_seconds == 0.0 else 0.5)
+    select.select([host], [], [], patient(10.0) if stays_seconds == 0.0 else 0.5)
     os.close(host)
     if stays_seconds:
         assert rendezvous.fetch("words/0", 0) == b"why"
