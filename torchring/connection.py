@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from torchring.accelerators import accelerator_of
 from torchring.collectives.service import collectives_of
-from torchring.default_world import default_world
+from torchring.default_world import world_of
 from torchring.dynamo import run_eagerly
 from torchring.gradients.contract import Setup
 from torchring.gradients.group import OptimizerGroup, check_free
@@ -47,6 +47,7 @@ class ConnectedOptimizer(OptimizerWrapper):
     """
 
     is_closed = False
+    _group: Any = None  # see `wrap`
 
     def _open(
         self,
@@ -90,7 +91,7 @@ class ConnectedOptimizer(OptimizerWrapper):
         self._wrapped_at = time.perf_counter_ns()
         if sync_initial_state:
             values = shared if model is not None else {name: p.data for p, name in names.items()}
-            room("initial state").copy_from(0, values, optimizer)
+            room("initial state").copy_from(world, 0, values, optimizer)
         if world.size > 1:
             self._begin(world)
             if not any(accelerator_of(parameter.device) for parameter in names):
@@ -113,7 +114,7 @@ class ConnectedOptimizer(OptimizerWrapper):
 
     def _find_world(self) -> World:
         """The ranks that reduce together."""
-        return default_world()
+        return world_of(self._group)
 
     def _name_parameters(self, optimizer: Optimizer, model: torch.nn.Module | None) -> dict[torch.nn.Parameter, str]:
         return named_parameters(optimizer, model)
@@ -129,6 +130,7 @@ class ConnectedOptimizer(OptimizerWrapper):
     def __getstate__(self) -> dict[str, Any]:
         return {
             "optimizer": self.optimizer,
+            "group": self._group,
             "options": self._options,
             "names": [self._names[p] for p in parameters_of(self.optimizer)],
             "is_sparse": [p in self._sparse for p in parameters_of(self.optimizer)],
@@ -139,6 +141,7 @@ class ConnectedOptimizer(OptimizerWrapper):
         parameters = list(parameters_of(state["optimizer"]))
         names = dict(zip(parameters, state["names"], strict=True))
         sparse = {p for p, is_sparse in zip(parameters, state["is_sparse"], strict=True) if is_sparse}
+        self._group = state["group"]
         self._initialise(state["optimizer"], state["options"], names, sparse)
         self.is_closed = state["is_closed"]
         if not self.is_closed:

@@ -17,7 +17,7 @@ import torch
 
 from torchring.errors import PeerTimeoutError, RingError
 from torchring.rooms import room
-from torchring.world import DEFAULT_TIMEOUT_SECONDS, DEFAULT_WARNING_SECONDS, World
+from torchring.world import DEFAULT_TIMEOUT_SECONDS, DEFAULT_WARNING_SECONDS, Group, World
 
 Backend = Literal["auto", "gloo", "mpi"]
 BACKENDS: Final = get_args(Backend)
@@ -175,22 +175,35 @@ def default_world() -> World:
     return _process.world
 
 
+def world_of(group: Group | None) -> World:
+    """The world of this rank's group; None is the group of all ranks. Collective over the group at its first use."""
+    world = default_world()
+    found: World = world if group is None else room("groups").open_group(world, group)
+    return found
+
+
 def _launched() -> Any:
     """This process, as its launcher describes it: a `LaunchEnvironment`."""
     return room("meeting").launched()
 
 
-def rank() -> int:
+def rank(group: Group | None = None) -> int:
     """Number of this process, 0 <= rank() < size(). Waits for no other rank.
 
     In a process that a rank has started, such as a DataLoader's worker: the number of that rank.
+
+    Args:
+        group: see `wrap`. The number is then the position among the ranks of that group.
     """
-    return _process.world.rank if _process.world is not None else _launched().rank
+    own = int(_process.world.rank if _process.world is not None else _launched().rank)
+    return own if group is None else int(room("groups").members_of(group, own, size()).index(own))
 
 
-def size() -> int:
-    """Number of processes that train together. Waits for no other rank."""
+def size(group: Group | None = None) -> int:
+    """Number of processes that train together; of `group`, if it is given. Waits for no other rank."""
     world = _process.world
+    if group is not None:
+        return len(room("groups").members_of(group, rank(), size()))
     return int(_launched().size) if world is None or world.is_provisional else world.size
 
 

@@ -7,6 +7,7 @@ surviving rank raises it. Its attributes carry the facts, so that a script can a
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
@@ -28,6 +29,8 @@ class RingError(HorovodInternalError):
     Attributes:
         rank: the rank that raises. This attribute and those below are None, or empty, where unknown.
         peers: the ranks that caused it.
+        members: if it happened in a group, the ranks of the job in that group. `rank`, `peers` and `message` then have
+            positions in `members`, and the text of the error has ranks of the job.
         bucket: index of the gradient bucket being reduced.
         parameters: names of the parameters concerned.
         step: optimizer step, counted from 0.
@@ -55,6 +58,7 @@ class RingError(HorovodInternalError):
         self.parameters = tuple(parameters)
         self.step = step
         self.seconds = seconds
+        self.members: tuple[int, ...] = ()
         self.in_step = False
         self.explanation = ""
 
@@ -79,7 +83,8 @@ class RingError(HorovodInternalError):
         if self.seconds is not None:
             where.append(f"after {self.seconds:.2f} s")
         text = f"{self.message} [{', '.join(where)}]" if where else self.message
-        return f"{text}. {self.explanation}" if self.explanation else text
+        text = f"{text}. {self.explanation}" if self.explanation else text
+        return f"{of_job(text, self.members)} (a group of {ranks_in_words(self.members)})" if self.members else text
 
 
 class PlanMismatchError(RingError):
@@ -116,6 +121,26 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
             runs.append([rank])
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"rank{'' if len(runs) == 1 == len(runs[0]) else 's'} {', '.join(texts)}"
+
+
+_POSITIONS: Final = re.compile(r"\b([Rr])ank(?: (\d+)|s (\d+(?:-\d+)?(?:(?:, | and )\d+(?:-\d+)?)*))\b")
+
+
+def of_job(text: str, members: Sequence[int]) -> str:
+    """`text`, in which ranks are positions in a group of `members`, with the ranks of the job.
+
+    Example: "rank 1 died", members [0, 2] -> "rank 2 (1 of its group) died". Without members, `text`.
+    """
+
+    def named(found: re.Match[str]) -> str:
+        initial, one, several = found.groups()
+        runs = [[*map(int, run.split("-"))] for run in re.split(", | and ", one or several)]
+        positions = [position for run in runs for position in range(run[0], run[-1] + 1)]
+        if max(positions) >= len(members):
+            return found[0]
+        return f"{initial}{ranks_in_words(members[each] for each in positions)[1:]} ({one or several} of its group)"
+
+    return _POSITIONS.sub(named, text) if members else text
 
 
 class FirstFailure:

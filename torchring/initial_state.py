@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from torchring.broadcasts import broadcast_bytes, broadcast_together, check_dense, check_writable, is_movable
 from torchring.collectives.service import collectives_of
-from torchring.default_world import default_world
+from torchring.default_world import default_world, world_of
 from torchring.participants.digests import digests
+from torchring.world import Group, World
 
 _ADVICE_AT_START: Final = (
     "Set it after torchring.wrap, or pass sync_initial_state=False to torchring.wrap if all ranks start alike"
@@ -25,13 +26,16 @@ _ADVICE_AT_START: Final = (
 _DICTS: Final = (dict, OrderedDict, Counter)  # that torch.load(weights_only=True) gives back; others become dicts
 
 
-def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any], src: int = 0) -> None:
+def broadcast_parameters(
+    model_or_state_dict: torch.nn.Module | Mapping[str, Any], src: int = 0, *, group: Group | None = None
+) -> None:
     """Overwrite the tensors of a module or of a mapping with those of rank `src`, in place. Collective.
 
     Args:
         model_or_state_dict: a module, whose parameters and buffers are meant, or a mapping of names to tensors. Tensors
             are on the CPU or on a GPU; those on a GPU travel through CPU memory.
         src: the rank whose values all ranks get.
+        group: of these ranks, among which `src` counts. See `wrap`.
 
     Raises:
         TypeError: `model_or_state_dict` is something else.
@@ -39,9 +43,13 @@ def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any
         PlanMismatchError: ranks pass different tensors.
     """
     tensors = check_broadcastable(model_or_state_dict)
-    world = default_world()
+    world = world_of(group)
     if not 0 <= src < world.size:
         raise ValueError(f"src must be a rank, 0 .. {world.size - 1}, got {src}")
+    _broadcast(world, tensors, src)
+
+
+def _broadcast(world: World, tensors: Mapping[str, torch.Tensor], src: int) -> None:
     if world.size == 1:
         return
     collectives = collectives_of(world)
@@ -49,11 +57,11 @@ def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any
     broadcast_together(collectives, tensors.values(), src)
 
 
-def copy_from(src: int, tensors: Mapping[str, torch.Tensor], optimizer: Optimizer) -> None:
-    """Collective: overwrite `tensors` and the state of `optimizer` with those of rank `src`."""
-    broadcast_parameters(tensors, src)
-    if not is_sharded(optimizer):  # or else each rank has loaded its part
-        broadcast_optimizer_state(optimizer, src)
+def copy_from(world: World, src: int, tensors: Mapping[str, torch.Tensor], optimizer: Optimizer | None = None) -> None:
+    """Collective: overwrite `tensors` and the state of `optimizer` with those of rank `src` of `world`."""
+    _broadcast(world, check_broadcastable(tensors), src)
+    if optimizer is not None and not is_sharded(optimizer):  # or else each rank has loaded its part
+        broadcast_state(optimizer, src, world)
 
 
 def check_broadcastable(model_or_state_dict: Any, advice: str = "") -> dict[str, torch.Tensor]:
@@ -86,7 +94,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
+def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, *, group: Group | None = None) -> None:
     """Load rank `src`'s state and hyperparameters into `optimizer` on the other ranks. Collective.
 
     If all ranks have the same state, only a digest is sent. Values that are not tensors are loaded with
@@ -95,6 +103,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
     Args:
         optimizer: the same kind of optimizer, over the same parameters, on every rank.
         src: the rank whose state all ranks get.
+        group: of these ranks, among which `src` counts. See `wrap`.
 
     Raises:
         TypeError: a value cannot be sent; names its place in the optimizer's state_dict().
@@ -106,7 +115,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
             "each rank has a part of the state (of a ZeroRedundancyOptimizer, or with shard=True), so no rank has "
             "what the others need; load a checkpoint on all ranks instead"
         )
-    broadcast_state(optimizer, src)
+    broadcast_state(optimizer, src, world_of(group))
 
 
 def is_sharded(optimizer: object) -> bool:
@@ -124,9 +133,9 @@ def check_sendable(stateful: Stateful) -> None:
     _send(_name_of(stateful), outline_of(stateful.state_dict(), "", {}), _save_and_load, advice)
 
 
-def broadcast_state(stateful: Stateful, src: int = 0) -> None:
+def broadcast_state(stateful: Stateful, src: int = 0, world: World | None = None) -> None:
     """Like `broadcast_optimizer_state`, for any object with a state_dict, such as a scheduler. Collective."""
-    world = default_world()
+    world = world or default_world()
     if world.size == 1:
         return
     collectives = collectives_of(world)

@@ -55,6 +55,7 @@ class InterruptionGuard:
             self._end(thread, what)
             return result
         except BaseException as error:
+            self._world.note_members(error)
             if getattr(error, "in_step", False):
                 self._end(thread, what)
             else:

@@ -109,7 +109,7 @@ def _take_over(optimizer: DistributedOptimizer, src: int) -> None:
     assert isinstance(sync, Reducer)
     optimizer.zero_grad()
     own = {name: p.data for p, name in names_of(optimizer).items()}
-    copy_from(src, {**others_of(optimizer), **own}, optimizer.optimizer)
+    copy_from(sync.world, src, {**others_of(optimizer), **own}, optimizer.optimizer)
     observer = sync.world.observer
     steps = torch.tensor([sync.num_steps, observer.num_steps], device="cpu")
     internal_collectives_of(sync.world).broadcast(steps, src)

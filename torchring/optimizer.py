@@ -22,6 +22,7 @@ from torchring.accelerators import accelerator_of
 from torchring.allreduce.select import Algorithm, Overlap
 from torchring.collectives.service import Join, internal_collectives_of
 from torchring.connection import ConnectedOptimizer, no_model
+from torchring.default_world import rank, size
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
 from torchring.gradients.contract import Stats
@@ -38,7 +39,7 @@ from torchring.gradients.validation import (
 from torchring.gradients.weights import check_weight
 from torchring.optimizer_wrapper import with_held
 from torchring.rooms import room
-from torchring.world import World
+from torchring.world import Group, World
 
 _T = TypeVar("_T")
 
@@ -59,6 +60,7 @@ def wrap(
     shard: bool = False,
     ignore: Sequence[str | torch.nn.Module | torch.Tensor] = (),
     noise_scale: bool = False,
+    group: Group | None = None,
 ) -> DistributedOptimizer:
     """Make `optimizer` average its gradients over all ranks while `backward()` runs. Collective.
 
@@ -101,6 +103,9 @@ def wrap(
             train them with an optimizer of their own that is not wrapped. Ranks may ignore different ones.
         noise_scale: measure the gradient noise scale while gradients are reduced, see `Stats`. A script that is traced
             as a whole does, too.
+        group: the ranks that reduce together, where they are not all ranks: one dimension of a DeviceMesh
+            (`mesh["dp"]`), a ProcessGroup of torch.distributed, or lists of ranks that do not overlap, of which one has
+            this rank. Rank 0 is the group's first rank then, and collective means over the group.
 
     Returns:
         The optimizer to use in place of `optimizer`.
@@ -132,6 +137,9 @@ class DistributedOptimizer(ConnectedOptimizer):
     _has_stepped = False
 
     def __init__(self, optimizer: Optimizer, model: torch.nn.Module | None = None, **options: Any) -> None:
+        group = options.pop("group", None)
+        if group is not None:  # which may be of another process, after pickling
+            self._group = [room("groups").members_of(group, rank(), size())]
         world = self._find_world()
         world.shared(Join).refuse("wrap()")
         options["noise_scale"] = options.get("noise_scale", False) or bool(os.environ.get("TORCHRING_TRACE"))
@@ -362,8 +370,9 @@ class DistributedOptimizer(ConnectedOptimizer):
 
     def _extend(self, added: list[torch.nn.Parameter]) -> None:
         """Collective: reduce the gradients of more parameters."""
-        room("initial state").broadcast_parameters({self._names[p]: p.data for p in added})
-        self._live_sync().extend(added)
+        sync = self._live_sync()
+        room("initial state").copy_from(sync.world, 0, {self._names[p]: p.data for p in added})
+        sync.extend(added)
 
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
         """The state of the wrapped optimizer. A script without torchring can load it, and the other way round.
@@ -468,8 +477,12 @@ class DistributedOptimizer(ConnectedOptimizer):
 
     def _check_before_step(self, sync: Reducer | LocalSync) -> bool:
         """Raise GradientError rather than train on something that is known to be wrong. Returns whether to step."""
-        sync.check_backward()
-        return sync.check_gradients()
+        try:
+            sync.check_backward()
+            return sync.check_gradients()
+        except GradientError as error:
+            sync.world.note_members(error)
+            raise
 
 
 # What rooms ask of an optimizer

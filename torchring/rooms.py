@@ -19,6 +19,7 @@ _MODULES: Final = {
     "cuda": "torchring.devices.cuda",
     "module wrappers": "torchring.participants.module_wrappers",
     "forward": "torchring.observe.inputs",
+    "groups": "torchring.groups",
     "initial state": "torchring.initial_state",
     "device agreement": "torchring.devices.agreement",
     "device all-reduces": "torchring.devices.opening",

@@ -12,11 +12,11 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 import torch
-from torch.distributed import Store
+from torch.distributed import ProcessGroup, Store
 
 from torchring.errors import (
     PeerLostError,
@@ -32,6 +32,13 @@ from torchring.observer import Observers
 from torchring.releases import check_torch
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.rooms import room
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Group: TypeAlias = "ProcessGroup | DeviceMesh | Sequence[Sequence[int]]"
+"""Ranks that reduce together: a process group, a mesh of one dimension, or lists of ranks, one of which has this rank.
+"""
 
 check_torch(torch.__version__)
 _T = TypeVar("_T")
@@ -74,8 +81,12 @@ class World:
         job: the launcher's name for the job that all these ranks belong to; "" if the launcher gives none.
         stall_warning_seconds: how long this rank waits before it logs which rank is missing; 0 for never.
         is_provisional: a world of one, in place of which a world of several ranks is to open: collectives raise.
+        outer: the world of all ranks, if this one is of a group: see `groups.py`.
+        members: the ranks of that world in the group, in the order of their ranks here.
 
     Attributes:
+        outer: the world of all ranks: this one, if it is not of a group.
+        groups: the worlds of the groups that this rank has opened, by their members. They end with this one.
         host: the ranks that share memory with this rank.
         hosts: all ranks, grouped by shared memory, in order of each group's first rank.
         num_reductions: number of reductions of gradients, by all optimizers of this rank.
@@ -100,8 +111,13 @@ class World:
         is_one_host: bool = False,
         stall_warning_seconds: float = DEFAULT_WARNING_SECONDS,
         is_provisional: bool = False,
+        outer: World | None = None,
+        members: Sequence[int] = (),
     ) -> None:
         # Who takes part
+        self.outer = outer or self
+        self.members = tuple(members)
+        self.groups: dict[tuple[int, ...], World] = {}
         self.rank = rank
         self.size = size
         self.launcher = launcher
@@ -139,6 +155,7 @@ class World:
                 rendezvous.is_one_host = is_one_host
                 self._find_hosts(rendezvous, store_host, job)
             except BaseException as error:
+                self.note_members(error)
                 # Of other errors the ranks know, or they are this rank's own mistakes.
                 if isinstance(error, PeerLostError) or not isinstance(error, RingError):
                     self.break_off("torchring.init()", error)
@@ -228,6 +245,7 @@ class World:
 
     def fail(self, error: RingError) -> None:
         """Break this world. Peers may be waiting for this rank: they raise the same error."""
+        self.note_members(error)
         if self.failure is not None:  # later errors are consequences of the first
             return
         self.failure = error
@@ -239,6 +257,11 @@ class World:
         if self.rendezvous is not None and not self.shares_memory:  # ranks of other hosts may be opening a channel
             with contextlib.suppress(RingError):
                 self.rendezvous.with_timeout(_GOODBYE_SECONDS).give_up(decode_error(encode_error(error), self.rank))
+
+    def note_members(self, error: BaseException) -> None:
+        """`error` is about ranks of this world."""
+        if isinstance(error, RingError):
+            error.members = self.members
 
     def break_off(self, what: str, cause: BaseException) -> None:
         """Break this world because `cause` ended `what`, an operation between ranks, half way."""
@@ -266,10 +289,14 @@ class World:
             if self.is_forked:
                 raise type(failure)(failure.message, rank=self.rank)
             text = with_way_out(f"an earlier operation failed: {failure.message}")
-            raise type(failure)(text, rank=self.rank, peers=failure.peers) from failure
+            error = type(failure)(text, rank=self.rank, peers=failure.peers)
+            self.note_members(error)
+            raise error from failure
 
     def say_why_it_ends(self, reason: str, has_failed: bool = False) -> None:
         """Tell the peers why this rank leaves, and `advice` unless it has failed. Only the first reason is told."""
+        for group in self.groups.values():
+            group.say_why_it_ends(reason, has_failed)
         count = f"{self.num_reductions} reduction{'' if self.num_reductions == 1 else 's'} of gradients"
         advice = "" if has_failed else self.advice
         error = PeerLostError(f"{reason}, after {count}{advice}", peers=(self.rank,))
@@ -299,6 +326,8 @@ class World:
             return
         if self.failure is None:
             self.say_why_it_ends("it called torchring.shutdown()")
+        for group in self.groups.values():
+            group.close()
         while self._closing:
             self._closing.pop()()
         self._shared.clear()

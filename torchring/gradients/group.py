@@ -45,6 +45,10 @@ class OptimizerGroup:
         3. join the optimizers that only other ranks have reached, with what is local or zeros;
         4. wait for one optimizer after the other, in the order of wrapping.
 
+    Optimizers of other groups of ranks have worlds of their own, and an `OptimizerGroup` each. One backward may reach
+    several worlds, in another order on each rank. So all of them end together, in one order that is the same on all
+    ranks, and none waits for another rank before that.
+
     A backward inside `no_sync()` of all optimizers that it reaches sends nothing, as with a single optimizer. After a
     backward that was aborted, buckets that have left are waited for in step 3: only then have all ranks said that
     the same buckets have left everywhere. Where a bucket cannot leave without a wait for other ranks
@@ -69,6 +73,9 @@ class OptimizerGroup:
         self.skipped: set[Reducer] = set()
         self.waiting: set[Launcher] = set()
         self._world = world
+        self._of_this_rank = world.outer.shared(_all_groups)
+        self._of_this_rank.append(self)
+        self._of_this_rank.sort(key=lambda group: group._world.members)  # in one order on all ranks
         self._backend: Backend | None = None  # moves messages; opened with the first
         self._progress = world.observer.open_progress("messages")
         world.on_close(self.close)
@@ -76,6 +83,11 @@ class OptimizerGroup:
     @property
     def are_several(self) -> bool:
         return len(self.reducers) > 1
+
+    @property
+    def are_beside_others(self) -> bool:
+        """Whether this rank has another optimizer, in this world or in that of another group."""
+        return sum(len(group.reducers) for group in self._of_this_rank) > 1
 
     def advance(self) -> bool:
         """Do this rank's part of the buckets that have left, where nobody is late. Returns whether some still wait."""
@@ -169,8 +181,33 @@ class OptimizerGroup:
         self._finish(reducer, reduces=True)
         return reducer.reduction.heard.sums["has_ended"] < self._world.size
 
-    def end_backward(self, caller: Reducer) -> None:
-        """A backward that reached `caller` is about to return: finish the reducers that it has reached."""
+    def _end_together(self, caller: Reducer) -> None:
+        """As `end_backward`, where this rank has optimizers of several groups of ranks."""
+        if not caller.in_backward:  # which has ended with that of another group
+            return
+        models = [r.model() for group in self._of_this_rank for r in group.reducers if r.in_backward]
+        with contextlib.ExitStack() as stack:
+            for group in self._of_this_rank:
+                if self.is_skipping and group is not self:
+                    stack.enter_context(group.skipping(self.skipper))
+                if not any(reducer.in_backward for reducer in group.reducers):
+                    # The model's parameters in another world, such as experts that have got no token on this rank.
+                    for reducer in group.reducers:
+                        if (model := reducer.model()) is not None and any(model is other for other in models):
+                            reducer.begin_unreached()
+            for group in self._of_this_rank:
+                if reached := [reducer for reducer in group.reducers if reducer.in_backward]:
+                    group.end_backward(caller if caller in reached else reached[0], is_alone=True)
+
+    def end_backward(self, caller: Reducer, *, is_alone: bool = False) -> None:
+        """A backward that reached `caller` is about to return: finish the reducers that it has reached.
+
+        Args:
+            is_alone: those of this world only.
+        """
+        if len(self._of_this_rank) > 1 and not is_alone:
+            self._end_together(caller)
+            return
         reached = [reducer for reducer in (caller, *self.reducers) if reducer.in_backward]
         is_local = not any(reducer.wants_reduction for reducer in reached)
         is_silent = not self.are_several or self._world.failure is not None  # nobody to agree with
@@ -258,14 +295,19 @@ class OptimizerGroup:
 
     def close(self) -> None:
         """The world is closing: gradients of its optimizers stay local from now on."""
+        self._of_this_rank.remove(self)
         for reducer in list(self.reducers):
             reducer.close()
 
 
+def _all_groups(world: World) -> list[OptimizerGroup]:
+    """Those of this rank, in the world of all ranks and in those of its groups."""
+    return []
+
+
 def check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
-    """Raise ValueError if another optimizer of `world` or a module wrapper reduces one of the parameters."""
-    group = world.shared(OptimizerGroup)
-    for owner in group.owners_of(names):
+    """Raise ValueError if another optimizer or a module wrapper reduces one of the parameters."""
+    for owner in (owner for group in world.outer.shared(_all_groups) for owner in group.owners_of(names)):
         taken = next(name for p, name in names.items() if any(p is other for other in owner.parameters))
         raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")
     room("module wrappers").check(names)

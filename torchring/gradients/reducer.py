@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -61,6 +61,7 @@ class Reducer(Reductions):
     ) -> None:
         super().__init__(setup, group, kinds, guests)
         self.owner = weakref.ref(owner)
+        self.model: Callable[[], object] = _no_model if setup.model is None else weakref.ref(setup.model)
         self.num_skipped_steps = 0
         self.failure: BaseException | None = None
         self.is_closed = False
@@ -124,6 +125,10 @@ class Reducer(Reductions):
 
     def begin_backward(self) -> None:
         """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one."""
+        self._enter_backward()
+        self.watch.arm()
+
+    def _enter_backward(self) -> None:
         if not self.in_backward:
             for before_backward in self._before_backward:
                 before_backward()
@@ -135,7 +140,6 @@ class Reducer(Reductions):
                 self._group.refuse_other_thread(thread := threading.get_ident())
                 self.thread = thread
             self._begin(reduces=self._next_reduces())
-        self.watch.arm()
 
     def launch_own(self) -> None:
         """A backward is over on this rank: launch what needs no other rank, before ranks agree what it has reached."""
@@ -228,6 +232,19 @@ class Reducer(Reductions):
             raise GradientError(ON_RESULTS)
         self.weights.give(weight)
 
+    def begin_unreached(self) -> None:
+        """A backward of the model is over, and has reached its optimizers of other groups of ranks only."""
+        if self._group.is_skipping:
+            for before_backward in self._before_backward:
+                before_backward()
+            self.weights.leave_out()
+            self._begin(reduces=self._skip_reduces())
+        else:
+            self._enter_backward()
+
+    def _skip_reduces(self) -> bool:
+        return self.no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate
+
     def skip(self) -> None:
         """Collective: take part in the others' next backward without one of this rank's own."""
         if self.in_backward:
@@ -241,7 +258,7 @@ class Reducer(Reductions):
         for before_backward in self._before_backward:
             before_backward()
         self.weights.leave_out()
-        self._take_part(reduces=self.no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate, skipper=self)
+        self._take_part(reduces=self._skip_reduces(), skipper=self)
 
     def _take_part(self, *, reduces: bool, skipper: Reducer | None = None) -> None:
         """Collective: what a backward would do, with what is local already, or nothing."""
@@ -265,7 +282,7 @@ class Reducer(Reductions):
             self.weights.next = 0.0  # it adds nothing to what backwards have left
         with torch.no_grad():
             self._begin(reduces=True)
-            self._group.end_backward(self)
+            self._group.end_backward(self, is_alone=True)
 
     def synchronize(self) -> None:
         """Collective: reduce whatever is local on any rank. Does nothing where nothing is local."""
@@ -383,7 +400,8 @@ class Reducer(Reductions):
             self.world.raise_if_broken()
         self._reduces, self._has_reduction = reduces, False
         self.on_ready = [self.ledger.mark_local] * len(self.parameters)
-        is_unordered = self._group.are_several
+        # One backward may reach several groups, in another order on each rank, so beginning must not wait for others.
+        is_unordered = self._group.are_several or bool(self.world.members)
         with self.failing():
             if not self._group.is_skipping:
                 self.weights.begin()
@@ -470,3 +488,6 @@ class Reducer(Reductions):
         self.weights.end()
         self.launcher.abort()
         self.world.break_off("the reduction of gradients", error)
+
+
+def _no_model() -> None: ...

@@ -135,7 +135,7 @@ class Reductions:
         current = Reduction(
             number=self.launcher.reduction.next_number,
             step=self.num_steps,
-            defers_launch=is_unordered and not self.layout.agreement.starts_at_once,
+            defers_launch=self._group.are_beside_others and not self.layout.agreement.starts_at_once,
             is_unordered=is_unordered,
             weight=weight,
             is_absent=is_absent,

@@ -1,0 +1,195 @@
+"""Groups: some of the job's ranks, which reduce among themselves. In a mesh, data parallelism is over one dimension.
+
+A group is a `World` of its own, whose ranks are positions in the group, in the order of the job's ranks. It opens when
+it is first used, and closes with the world of the job. Opening it is collective over its ranks alone: each rank says at
+the store of the job that it has come, and waits for the others. So groups open at the same time, in any number.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from torchring.errors import RingError, TopologyError, decode_error, encode_error, ranks_in_words
+from torchring.observe.services import observe
+from torchring.rendezvous.environment import ELASTIC
+from torchring.rendezvous.rendezvous import Rendezvous, within
+from torchring.world import Group, World
+
+_LOOK_SECONDS: Final = 0.25  # between two looks at what ranks wait for that have not come
+_opening: Final[defaultdict[tuple[int, ...], threading.Lock]] = defaultdict(threading.Lock)
+
+
+def members_of(group: Group, rank: int, size: int) -> tuple[int, ...]:
+    """The ranks of the group that has `rank`, which is one of `size`, in ascending order. Sends nothing.
+
+    Raises:
+        TypeError: `group` is something else.
+        ValueError: the rank is in no group, lists overlap or name ranks that are not there, or a mesh has several
+            dimensions.
+    """
+    if isinstance(group, Sequence) and not isinstance(group, str):
+        return _of_lists(group, rank, size)
+    device_mesh = sys.modules.get("torch.distributed.device_mesh")  # which has been imported if there is a mesh
+    if device_mesh is not None and isinstance(group, device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or tuple(range(group.ndim))
+            raise ValueError(
+                f"group is a mesh of {group.ndim} dimensions, {', '.join(map(str, names))}; pass the one over which "
+                f"gradients are averaged, as mesh[{names[0]!r}], or several as one: mesh[{names[:2]!r}]._flatten()"
+            )
+        ranks = [] if group.get_coordinate() is None else dist.get_process_group_ranks(group.get_group())
+    elif isinstance(group, dist.ProcessGroup):
+        ranks = dist.get_process_group_ranks(group)
+    elif group == dist.GroupMember.NON_GROUP_MEMBER:
+        ranks = []
+    else:
+        raise TypeError(
+            "group must be a torch.distributed.ProcessGroup, a DeviceMesh of one dimension, or lists of ranks such as "
+            f"[[0, 1], [2, 3]], got {type(group).__name__}"
+        )
+    if (told := (dist.get_rank(), dist.get_world_size())) != (rank, size):
+        raise ValueError(
+            f"group belongs to torch.distributed, where this is rank {told[0]} of {told[1]}; for torchring it is rank "
+            f"{rank} of {size}. Call init_process_group() before anything of torchring's"
+        )
+    if rank not in ranks:
+        raise ValueError(f"rank {rank} is not in group, so it cannot use it; pass the group that this rank is in")
+    return tuple(sorted(ranks))
+
+
+def _of_lists(group: Sequence[Sequence[int]], rank: int, size: int) -> tuple[int, ...]:
+    if not all(isinstance(each, Sequence) and all(isinstance(r, int) for r in each) for each in group):
+        raise TypeError(f"group takes lists of ranks, such as [[0, 1], [2, 3]], got {group!r}")
+    counts = Counter(r for each in group for r in each)
+    if unknown := sorted(r for r in counts if not 0 <= r < size):
+        raise ValueError(f"group has {ranks_in_words(unknown)}, but the job has ranks 0-{size - 1}: {group!r}")
+    if several := sorted(r for r, count in counts.items() if count > 1):
+        raise ValueError(f"group has {ranks_in_words(several)} several times, and lists must not overlap: {group!r}")
+    if rank not in counts:
+        raise ValueError(f"rank {rank} is in none of the lists of group: {group!r}")
+    return tuple(sorted(next(each for each in group if rank in each)))
+
+
+def open_group(job: World, group: Group) -> World:
+    """The world of this rank's group, opened now if it is not open. Collective then, over the ranks of the group.
+
+    Raises:
+        ValueError: see `members_of`; in an elastic job, whose ranks change.
+        TopologyError: ranks open groups in different orders, and wait for each other.
+        RingError: the world of the job is broken, or a rank of the group died or did not come.
+    """
+    if job.launcher == ELASTIC:
+        raise ValueError("group does not work in an elastic job: its ranks change, and groups are lists of ranks")
+    members = members_of(group, job.rank, job.size)
+    if len(members) == job.size:
+        return job
+    with _opening[members]:
+        if members not in job.groups:
+            job.raise_if_broken()
+            job.groups[members] = _meet(job, members)
+    return job.groups[members]
+
+
+def open_world(job: World, members: tuple[int, ...], name: str) -> World:
+    """Collective over `members`: a world of these ranks of `job`. `name`: of its keys in the store of the job."""
+    rendezvous = job.rendezvous
+    return observe(
+        World(
+            None if rendezvous is None or len(members) == 1 else within(rendezvous.store, name),
+            members.index(job.rank),
+            len(members),
+            timeout_seconds=job.timeout_seconds,
+            launcher=job.launcher,
+            backend=job.backend,
+            is_one_host=job.shares_memory,
+            stall_warning_seconds=job.stall_warning_seconds,
+            outer=job,
+            members=members,
+        )
+    )
+
+
+def _meet(job: World, members: tuple[int, ...]) -> World:
+    """Collective over `members`: wait until all have come here, and open their world."""
+    number = job.shared(_count_meetings)[members]
+    job.shared(_count_meetings)[members] += 1
+    name = f"group/{'-'.join(map(str, members))}/{number}"
+    if job.rendezvous is None or len(members) == 1:
+        return open_world(job, members, name)
+    rendezvous = copy.copy(job.rendezvous)
+    rendezvous.on_wait = _Crossing(job.rendezvous).look
+    key, what = f"{name}/come/{{}}".format, f"opening the group of {ranks_in_words(members)}"
+    operations, thread = job.observer.operations, threading.get_ident()
+    is_outermost = operations.setdefault(thread, what) is what
+    try:
+        rendezvous.publish(_opens(job.rank), json.dumps([members, name]).encode())
+        rendezvous.publish(key(job.rank), b"")
+        for member in members:
+            if failure := rendezvous.fetch(key(member), member):
+                raise decode_error(failure, member)
+        world = open_world(job, members, name)
+        world.check_data = job.check_data
+        return world
+    except BaseException as error:
+        cause = error if isinstance(error, RingError) else TopologyError(f"{type(error).__name__} in {what}: {error}")
+        if not cause.members:
+            rendezvous.with_timeout(1.0).publish(key(job.rank), encode_error(cause))
+        raise
+    finally:
+        rendezvous.publish(_opens(job.rank), json.dumps([[], name]).encode())
+        if is_outermost:
+            del operations[thread]
+
+
+def _count_meetings(job: World) -> Counter[tuple[int, ...]]:
+    """How often each group has begun to open."""
+    return Counter()
+
+
+def _opens(rank: int) -> str:
+    """The key under which a rank says which group it opens."""
+    return f"group/opens/{rank}"
+
+
+class _Crossing:
+    """Looks, while this rank waits, whether ranks wait for each other crosswise, each in a group of its own."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._tell: Callable[[Sequence[int], float], None] = rendezvous.on_wait or (lambda ranks, seconds: None)
+        self._look_at = _LOOK_SECONDS
+        self._found: list[Any] = []
+
+    def look(self, ranks: Sequence[int], seconds: float) -> None:
+        """Raise TopologyError if two looks in a row find the same ranks waiting for each other."""
+        self._tell(ranks, seconds)
+        if not ranks or seconds < self._look_at:
+            return
+        self._look_at = seconds + _LOOK_SECONDS
+        before, self._found = self._found, self._circle(self._rendezvous.rank, [])
+        if self._found and self._found == before:
+            told = ", ".join(f"rank {rank} the group of {ranks_in_words(members)}" for rank, members in self._found)
+            raise TopologyError(
+                f"ranks open groups that overlap, in different orders, so that each waits for another: {told}. Open "
+                "groups in one order on all ranks, and give all ranks of a group the same list",
+                rank=self._rendezvous.rank,
+                peers=[rank for rank, _ in self._found],
+            )
+
+    def _circle(self, rank: int, path: list[Any]) -> list[Any]:
+        """What each rank opens, of those that wait for each other from `rank` back to the first one of `path`."""
+        if path and rank == path[0][0]:
+            return path
+        if not self._rendezvous.is_published(_opens(rank)) or any(rank == earlier for earlier, *_ in path):
+            return []
+        members, name = json.loads(self._rendezvous.fetch(_opens(rank), rank))
+        missing = (other for other in members if not self._rendezvous.is_published(f"{name}/come/{other}"))
+        return next(filter(None, (self._circle(other, [*path, (rank, members)]) for other in missing)), [])
