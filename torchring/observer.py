@@ -15,25 +15,17 @@ from typing import Any, Final, NamedTuple
 
 
 class Phase(IntEnum):
-    """What a rank does. A step with several micro-steps has several INPUT, FORWARD and BACKWARD.
+    """What a rank does. A step with several micro-steps has several INPUT, FORWARD and BACKWARD."""
 
-    INPUT: everything from the end of a step to the beginning of forward: waiting for data, zero_grad(), logging.
-    FORWARD: the model that `wrap` was given computes. Without a model, forward is not told apart from INPUT.
-    BACKWARD: from the end of forward, so with the loss, until the last gradient is computed. Includes stalls for
-        buckets that are reduced meanwhile.
-    WAITING: communication cannot go on, because another rank is late. Only reports tell it apart from EXPOSED.
-    EXPOSED: all gradients are computed; backward waits for reductions.
-    BETWEEN: from the end of a backward that reduces to `step()`: unscaling, clipping, logging.
-    OPTIMIZER: inside `step()`.
-    """
-
-    INPUT = 0
-    FORWARD = 1
+    INPUT = 0  # everything from the end of a step to the beginning of forward: waiting for data, zero_grad(), logging
+    FORWARD = 1  # the model that `wrap` was given computes. Without a model, forward is not told apart from INPUT.
+    # from the end of forward, so with the loss, until the last gradient is computed. Includes stalls for buckets that
+    # are reduced meanwhile.
     BACKWARD = 2
-    WAITING = 3
-    EXPOSED = 4
-    BETWEEN = 5
-    OPTIMIZER = 6
+    WAITING = 3  # communication cannot go on, because another rank is late. Only reports tell it apart from EXPOSED.
+    EXPOSED = 4  # all gradients are computed; backward waits for reductions
+    BETWEEN = 5  # from the end of a backward that reduces to `step()`: unscaling, clipping, logging
+    OPTIMIZER = 6  # inside `step()`
 
 
 INPUT, FORWARD, BACKWARD, _, EXPOSED, BETWEEN, OPTIMIZER = map(int, Phase)  # a look-up in an enum takes 0.1 us
@@ -48,16 +40,12 @@ BucketEvents = Callable[[int, int, int], None]
 
 
 class Wrapped(NamedTuple):
-    """A `DistributedOptimizer` that trains in a world.
+    """A `DistributedOptimizer` that trains in a world."""
 
-    names: of its parameters. options: how it was wrapped, as text. wrapped_at: in ns of time.perf_counter_ns.
-    reducer: None in a world of one.
-    """
-
-    names: Mapping[Any, str]
-    options: Mapping[str, str]
-    wrapped_at: int
-    reducer: Any
+    names: Mapping[Any, str]  # of its parameters
+    options: Mapping[str, str]  # how it was wrapped, as text
+    wrapped_at: int  # in ns of time.perf_counter_ns
+    reducer: Any  # None in a world of one
 
 
 class Wait(NamedTuple):

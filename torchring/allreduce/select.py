@@ -22,13 +22,10 @@ OVERLAPS: Final = get_args(Overlap)
 
 
 class Choice(NamedTuple):
-    """The algorithm that reduces an optimizer's gradients: "direct", "ring", "hierarchical" or "native".
+    """The algorithm that reduces an optimizer's gradients."""
 
-    `reason` is a sentence.
-    """
-
-    algorithm: str
-    reason: str
+    algorithm: str  # "direct", "ring", "hierarchical" or "native"
+    reason: str  # a sentence
 
 
 def choose(world: World) -> Choice:

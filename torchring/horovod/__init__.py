@@ -28,13 +28,6 @@ from torchring.horovod.runner import run
 from torchring.horovod.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "SyncBatchNorm",
-    "elastic",
-    "run",
-    *context.__all__,
-    *functions.__all__,
-    *mpi_ops.__all__,
-]
+    "Compression", "DistributedOptimizer", "HorovodInternalError", "SyncBatchNorm", "elastic", "run",
+    *context.__all__, *functions.__all__, *mpi_ops.__all__,
+]  # fmt: skip

@@ -34,16 +34,12 @@ _MOST_RATIO: Final = 2.0**28
 
 
 class _Sample(NamedTuple):
-    """What this rank has found in a reduction, to be told to the others in that with number `due`.
-
-    batch: samples of a rank, on average.
-    factor: of this rank's squared norm, by how much its gradients count in the means.
-    norms: [2], of this rank's gradients and of the means. From a device, a copy that is -1 until it has come.
-    """
+    """What this rank has found in a reduction, to be told to the others in that with number `due`."""
 
     due: int
-    batch: float
-    factor: float
+    batch: float  # samples of a rank, on average
+    factor: float  # of this rank's squared norm, by how much its gradients count in the means
+    # [2], of this rank's gradients and of the means. From a device, a copy that is -1 until it has come.
     norms: torch.Tensor
 
     def squares(self) -> tuple[float, float]:

@@ -64,16 +64,11 @@ class Losses:
 
 @dataclass
 class Cooldown:
-    """Counts failures of slots.
+    """Counts failures of slots."""
 
-    Args:
-        shortest, longest: seconds for which a slot is left out, after its second failure in a row, and at most.
-        randomness: where the jitter comes from.
-    """
-
-    shortest: float
-    longest: float
-    randomness: random.Random = field(default_factory=random.Random)
+    shortest: float  # seconds for which a slot is left out after its second failure in a row
+    longest: float  # the same, at most
+    randomness: random.Random = field(default_factory=random.Random)  # where the jitter comes from
     failures: dict[Slot, int] = field(default_factory=dict)  # in a row, by slot
     _until: dict[Slot, float] = field(default_factory=dict)
 

@@ -27,13 +27,6 @@ from torchring.horovod.elastic.state import ObjectState, State, TorchState
 from torchring.horovod.exceptions import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
 
 __all__ = [
-    "ElasticSampler",
-    "HorovodInternalError",
-    "HorovodVersionMismatchError",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
-    "TorchState",
-    "run",
-    "run_fn",
-]
+    "ElasticSampler", "HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt", "ObjectState",
+    "State", "TorchState", "run", "run_fn",
+]  # fmt: skip
