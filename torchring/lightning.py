@@ -56,9 +56,7 @@ __all__ = ["RingStrategy"]
 _OPTIONS: Final = {
     name for name, each in inspect.signature(torchring.wrap).parameters.items() if each.kind is each.KEYWORD_ONLY
 } - {"accumulate"}
-_OF_LIGHTNING: Final = {
-    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-}
+_OF_LIGHTNING: Final = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 _INSTEAD: Final = {
     **dict.fromkeys(
         ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "process_group_backend", "start_method"),

@@ -309,9 +309,7 @@ def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> tuple[int, torch.dtype]
 
 
 def _measure(
-    world: World,
-    all_reduces: Mapping[str, OnStream],
-    specs: Sequence[tuple[int, torch.dtype]],
+    world: World, all_reduces: Mapping[str, OnStream], specs: Sequence[tuple[int, torch.dtype]]
 ) -> dict[str, float]:
     """Collective: seconds that each all-reduce takes for the sample. Closes the all-reduces if it fails.
 

@@ -175,10 +175,7 @@ def share_memory(host: HostGroup | None, rendezvous: Rendezvous | None, device: 
         users = Counter(card["device"] for card in cards.values())
         least = min(card["processors"] // users[card["device"]] for card in cards.values())
         try:
-            group = CudaGroup(
-                *(host, rendezvous, device, cards[host.ranks[0]]["name"], least),
-                is_isolated=is_isolated,
-            )
+            group = CudaGroup(host, rendezvous, device, cards[host.ranks[0]]["name"], least, is_isolated=is_isolated)
             group.shares_devices = len(users) < len(cards)
             group.allocate(16)  # raises if the memory cannot be mapped
         except Exception as error:  # whatever goes wrong in alpha software, NCCL is still to be had

@@ -177,10 +177,7 @@ grouped_allgather_async = form("grouped_allgather_async", _allgather)
 
 
 def broadcast_of(
-    tensors: Sequence[Tensor],
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensors: Sequence[Tensor], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Collective:
     """The tensor of rank `root_rank`, which is a global rank, on all ranks. Differentiable. Returns a new tensor.
 

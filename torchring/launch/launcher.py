@@ -35,14 +35,7 @@ from torchring.launch.hosts import (
     share_out,
     why_no_loopback,
 )
-from torchring.launch.jobs import (
-    HEARTBEAT_SECONDS,
-    KILL_SECONDS,
-    OWN_IMPORTS,
-    HostJob,
-    host_job,
-    open_output,
-)
+from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, OWN_IMPORTS, HostJob, host_job, open_output
 from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
 from torchring.rendezvous.environment import JOB

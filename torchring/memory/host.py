@@ -13,6 +13,7 @@ an algorithm (see `channel.py`). The algorithm says which rank owns which slice 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -27,13 +28,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from torchring.errors import (
-    PeerLostError,
-    PeerTimeoutError,
-    PlanMismatchError,
-    RingError,
-    ranks_in_words,
-)
+from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError, ranks_in_words
 from torchring.linux import boot_id, create_memory, network_id, open_process
 from torchring.memory.links import Listener, credentials, meet
 from torchring.memory.mapping import map_block
@@ -373,10 +368,8 @@ def _peer(rank: int, link: socket.socket) -> _Peer:
     # The pid is our own if ranks are threads of one process (in tests). It is 0 if the peer is in another pid
     # namespace: then only the socket shows the peer's death.
     if pid not in (0, os.getpid()):
-        try:
+        with contextlib.suppress(OSError):
             pidfd = open_process(pid)
-        except OSError:
-            pidfd = -1
     link.settimeout(None)
     return _Peer(rank, link, pidfd, pid)
 

@@ -61,9 +61,7 @@ class ShardTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(
-        cls, shape: Sequence[int], stride: Sequence[int], first: int, elements: torch.Tensor
-    ) -> ShardTensor:  # fmt: skip
+    def __new__(cls, shape: Sequence[int], stride: Sequence[int], first: int, elements: torch.Tensor) -> ShardTensor:
         tensor: ShardTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, dtype=elements.dtype, device=elements.device
         )

@@ -54,12 +54,7 @@ class C10dTransport:
     engine = "Gloo"
 
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        name: str,
-        host: HostGroup | None = None,
-        *,
-        ranks: Sequence[int] | None = None,
+        self, rendezvous: Rendezvous, name: str, host: HostGroup | None = None, *, ranks: Sequence[int] | None = None
     ) -> None:
         self.rank = rendezvous.rank
         self.ranks = tuple(range(rendezvous.size) if ranks is None else ranks)

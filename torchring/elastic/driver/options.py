@@ -14,13 +14,7 @@ from torchring.launch.hosts import Host, LaunchError, is_here
 
 # Options that imply --elastic, as they do for horovodrun, and those that mean nothing without it.
 _IMPLYING: Final = ("min_np", "max_np", "discover")
-_OTHERS: Final = (
-    "elastic_timeout",
-    "heartbeat_timeout",
-    "stall_timeout",
-    "slots",
-    "blacklist_cooldown_range",
-)
+_OTHERS: Final = ("elastic_timeout", "heartbeat_timeout", "stall_timeout", "slots", "blacklist_cooldown_range")
 
 
 def add_options(parser: argparse.ArgumentParser, where: argparse._MutuallyExclusiveGroup) -> None:

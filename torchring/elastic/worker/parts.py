@@ -11,12 +11,7 @@ import torch
 
 from torchring.elastic.worker.checkpoint import copy_of
 from torchring.gradients.validation import parameters_of
-from torchring.initial_state import (
-    broadcast_parameters,
-    broadcast_state,
-    check_broadcastable,
-    check_sendable,
-)
+from torchring.initial_state import broadcast_parameters, broadcast_state, check_broadcastable, check_sendable
 from torchring.optimizer import DistributedOptimizer, names_of
 from torchring.sharding.optimizer import ShardedOptimizer
 

@@ -23,16 +23,8 @@ from torch.distributed import Store, TCPStore
 from torchring.linux import stat_of
 from torchring.memory.host import HostGroup, SharedBlock
 from torchring.observe.flight_recorder.call_sites import call_site_of
-from torchring.observe.flight_recorder.entries import (
-    CurrentWait,
-    FlightRecorder,
-    read_state,
-)
-from torchring.observe.flight_recorder.stall_report import (
-    Peer,
-    describe_ranks,
-    describe_wait,
-)
+from torchring.observe.flight_recorder.entries import CurrentWait, FlightRecorder, read_state
+from torchring.observe.flight_recorder.stall_report import Peer, describe_ranks, describe_wait
 from torchring.observe.periodic import PeriodicThread
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.rendezvous.signed import bottom

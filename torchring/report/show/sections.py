@@ -40,24 +40,16 @@ def sections(analysis: Analysis) -> list[Section]:
         f"{each.why}\n{each.how}"
         for each in analysis.advice
     )
+    number_of_median = analysis.timing.numbers[analysis.median_step]
     found = [
         Section("problems", "What is missing or strange", analysis.problems),
         Section(
-            "advice",
-            "What would help, and how much of the time that a sample takes",
-            tuple(advice) or (no_advice,),
+            "advice", "What would help, and how much of the time that a sample takes", tuple(advice) or (no_advice,)
         ),
         table_of_phases(analysis),
         table_of_waits(analysis),
         _buckets(analysis),
-        Section(
-            "step",
-            f"Step {analysis.timing.numbers[analysis.median_step]:,}, of median duration",
-            (),
-            (),
-            (),
-            ("lanes",),
-        ),
+        Section("step", f"Step {number_of_median:,}, of median duration", figures=("lanes",)),
         _predictions(analysis),
     ]
     return [section for section in found if section.rows or section.sentences or section.figures]
