@@ -63,9 +63,7 @@ class RingError(HorovodInternalError):
         self.explanation = ""
 
     def locate(self, *, bucket: int, parameters: Sequence[str], step: int) -> None:
-        """Add where in the training step the error happened. The layer that raises the error does not know of
-        buckets.
-        """
+        """Add where in the training step the error happened. The layer that raises it does not know of buckets."""
         if self.bucket is None:
             self.bucket, self.parameters, self.step = bucket, tuple(parameters), step
 

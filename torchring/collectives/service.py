@@ -193,12 +193,10 @@ class Collectives:
 
 def _open(world: World) -> tuple[Collectives, Collectives]:
     """The script's and torchring's: the script may call collectives in one thread while another thread trains."""
-
-    def open_both() -> tuple[Collectives, Collectives]:
-        with torch.inference_mode(False):
-            return Collectives(world), Collectives(world, "internal", is_scripts=False)
-
-    return InterruptionGuard(world).run("the first collective", open_both)
+    with torch.inference_mode(False):
+        return InterruptionGuard(world).run(
+            "the first collective", lambda: (Collectives(world), Collectives(world, "internal", is_scripts=False))
+        )
 
 
 def collectives_of(world: World) -> Collectives:

@@ -123,7 +123,9 @@ class DeviceAgreement(Agreement):
             current.mine[found[0]] = found[1] + 1
 
     def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
-        self._keep_unfinished()
+        self.works = self._all_reduce.take_dated()  # of all buckets of this reduction
+        reports = self._all_reduce.take_fetched()
+        self._unfinished.append(_Unfinished(self.works, self._backward_end, self._opened, self._take_packed(), reports))
         by_rank = current.heard.by_rank
         if found := _first_finding(by_rank[_IN_INPUT], by_rank[_IN_SUM]):
             source, index = found
@@ -160,12 +162,6 @@ class DeviceAgreement(Agreement):
             reports.append(wire.report)
         self._opened = [*self._opened, _Opened(plan, wire, packing, len(reports) - 1)]
         return packing
-
-    def _keep_unfinished(self) -> None:
-        """Every bucket of this reduction has been launched."""
-        self.works = self._all_reduce.take_dated()
-        reports = self._all_reduce.take_fetched()
-        self._unfinished.append(_Unfinished(self.works, self._backward_end, self._opened, self._take_packed(), reports))
 
     def _take_finished(self) -> None:
         while self._unfinished and self._unfinished[0].is_over():

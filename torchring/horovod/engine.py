@@ -198,15 +198,12 @@ class CollectiveEngine:
         if (timeline := self.timeline) is not None:
             timeline.cycle(submitted)
         responses = self._negotiation.advance(submitted)
-        self._limit_layers()
+        # SyncBatchNorm layers would wait for a rank that has joined.
+        who = ranks_in_words(self._negotiation.joined)
+        reason = f"{who} called hvd.join(no SyncBatchNorm layer may train meanwhile)"
+        self.turns.limit(self._negotiation.layers_before_join(), reason)
         for batch in self._batches(responses):
             self._carry_out(batch)
-
-    def _limit_layers(self) -> None:
-        """End the SyncBatchNorm layers that would wait for a rank that has joined."""
-        ranks = ranks_in_words(self._negotiation.joined)
-        reason = f"{ranks} called hvd.join(no SyncBatchNorm layer may train meanwhile)"
-        self.turns.limit(self._negotiation.layers_before_join(), reason)
 
     # ---- carrying out
 

@@ -17,7 +17,6 @@ import fcntl
 import os
 import re
 import select
-import struct
 import termios
 import threading
 import time
@@ -102,7 +101,9 @@ class Output:
         if is_terminal:
             reading, writing = os.openpty()
             tty.setraw(writing)  # no "\r\n" for "\n", and no echo
-            _copy_size(self._targets[stream].descriptor, reading)
+            with contextlib.suppress(OSError):
+                size = fcntl.ioctl(self._targets[stream].descriptor, termios.TIOCGWINSZ, bytes(8))
+                fcntl.ioctl(reading, termios.TIOCSWINSZ, size)
         else:
             reading, writing = os.pipe()
         self._log(rank, b"")  # empties the log file of an earlier run
@@ -260,9 +261,3 @@ def _write(descriptor: int, data: bytes) -> None:
             view = view[os.write(descriptor, view) :]
         except BlockingIOError:
             select.select([], [descriptor], [])
-
-
-def _copy_size(theirs: int, ours: int) -> None:
-    with contextlib.suppress(OSError):
-        size = fcntl.ioctl(theirs, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
-        fcntl.ioctl(ours, termios.TIOCSWINSZ, size)

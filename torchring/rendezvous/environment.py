@@ -304,14 +304,10 @@ def _master(environ: Mapping[str, str], launcher: _Launcher, name: str, rank: in
         )
     if "MASTER_PORT" not in environ:
         return address, _slurm_port(environ)
-    return address, _port(environ, "MASTER_PORT", name)
-
-
-def _port(environ: Mapping[str, str], key: str, name: str) -> int:
-    port = _integer(environ, key, name)
+    port = _integer(environ, "MASTER_PORT", name)
     if not 0 < port < 65536:
-        raise TopologyError(f"{key}={port} is not a TCP port, 1 .. 65535")
-    return port
+        raise TopologyError(f"MASTER_PORT={port} is not a TCP port, 1 .. 65535")
+    return address, port
 
 
 def _first_host(environ: Mapping[str, str], rank: int) -> str:

@@ -45,9 +45,7 @@ def notice_key(rank: int) -> str:
 
 
 def within(store: Store, name: str) -> Store:
-    """The keys of a store that begin with `name`. PrefixStore does not keep a store of Python's alive, such as
-    `SignedStore`, which has a method for this.
-    """
+    """Keys of a store that begin with `name`. PrefixStore keeps no Python store alive: `SignedStore` has a method."""
     of_python: Callable[[str], Store] | None = getattr(store, "within", None)
     return PrefixStore(name, store) if of_python is None else of_python(name)
 

@@ -168,7 +168,7 @@ class _MpiEndpoint:
             try:
                 self.store, endpoint = _host_store(is_local, timeout_seconds)
             except (OSError, dist.DistError) as error:
-                endpoint = {"error": _cannot_host(error)}
+                endpoint = {"error": f"rank 0 on {host_name()} cannot host the store: {_first_line(error)}"}
             text = json.dumps(endpoint).encode()
             self._text[: len(text)] = text
         self._request = comm.Ibcast(self._text, root=0)
@@ -223,10 +223,6 @@ def _host_store(is_local: bool, timeout_seconds: float) -> tuple[TCPStore, dict[
     store.set(_TOKEN_KEY, token)
     addresses = [_LOOPBACK] if is_local else own_addresses()[:16]
     return store, {"host": host_name(), "port": store.port, "addresses": addresses, "token": token}
-
-
-def _cannot_host(error: Exception) -> str:
-    return f"rank 0 on {host_name()} cannot host the store: {_first_line(error)}"
 
 
 _unfinished: _MpiEndpoint | None = None  # of COMM_WORLD, of which a process has one

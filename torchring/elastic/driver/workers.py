@@ -81,12 +81,11 @@ class WorkerRecord:
         """Its process has ended."""
         self.code = code
         if not self.lost:
-            self.lost = f"was killed by {_signal_name(code - 128)}" if code > 128 else f"ended with exit code {code}"
+            self.lost = f"ended with exit code {code}"
+            if (number := code - 128) > 0:
+                name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+                self.lost = f"was killed by {name}"
             if code == 255 and not self.card.count:
                 self.lost = "could not be started, or ended with exit code 255: ssh, if it is the cause, says why above"
             elif code <= 128 and self.card.state == "starting":
                 self.lost += " before it came to torchring.elastic.run"
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -161,7 +161,10 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
                 left["given_up"] = error.peers
             # Ranks that do not reach each other may be dying. If they are not, they would try for ever.
             num_apart = num_apart + 1 if isinstance(error, TopologyError) else 0
-            if not _is_loss(error) or num_apart > _MOST_APART:
+            is_mistake = isinstance(error, (GradientError, PlanMismatchError))
+            # Ranks are lost, and the others go on. Otherwise all ranks raise, or this rank is the cause.
+            is_loss = isinstance(error, RingError) and not error.in_step and not is_mistake
+            if not is_loss or num_apart > _MOST_APART:
                 if state._world is not None:
                     state._world.break_off("the training function", error)
                 num_returns = num_returns + 1 if state._progress == returned_at else 1
@@ -173,12 +176,6 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
         state._leave()
         worker.leave()
         gc.collect()  # buckets, graphs, and iterators with worker processes
-
-
-def _is_loss(error: Exception) -> bool:
-    """Return True if ranks are lost, and the others go on. If not, all ranks raise, or this rank is the cause."""
-    is_mistake = isinstance(error, (GradientError, PlanMismatchError))
-    return isinstance(error, RingError) and not error.in_step and not is_mistake
 
 
 @contextlib.contextmanager

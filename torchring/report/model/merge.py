@@ -93,7 +93,10 @@ def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
     # An exception that nobody caught has its class in front. Other texts may say that another rank is lost.
     failed.sort(key=lambda run_info: not re.match(r"\w+: ", run_info.ended_by))
     kept = _with_common_steps(kept, found)
-    aligned, error_ms = _on_one_clock(kept)
+    # On rank 0's clock: ranks of several hosts compare their clocks.
+    home = next((trace.run_info.node_rank for trace in kept if trace.run_info.rank == 0), 0)
+    aligned = [_moved(trace) if trace.run_info.node_rank != home and trace.clock else trace for trace in kept]
+    error_ms = max((offset.error_ns for trace in kept for offset in trace.clock), default=0) / 1e6
     numbers = set.intersection(*({step.number for step in trace.steps} for trace in aligned))
     rows = [[step for step in trace.steps if step.number in numbers] for trace in aligned]
     ended_badly = f'Rank {failed[0].rank} ended with an error: "{failed[0].ended_by}".' if failed else ""
@@ -134,13 +137,6 @@ def _with_common_steps(traces: list[RankTrace], problems: list[str]) -> list[Ran
         else:
             problems.append(f"Rank {trace.run_info.rank} has written down no step. It is left out.")
     return kept
-
-
-def _on_one_clock(traces: list[RankTrace]) -> tuple[list[RankTrace], float]:
-    """The traces with times of rank 0's clock, and the error in ms. Ranks of several hosts compare their clocks."""
-    home = next((trace.run_info.node_rank for trace in traces if trace.run_info.rank == 0), 0)
-    moved = [_moved(trace) if trace.run_info.node_rank != home and trace.clock else trace for trace in traces]
-    return moved, max((offset.error_ns for trace in traces for offset in trace.clock), default=0) / 1e6
 
 
 def _moved(trace: RankTrace) -> RankTrace:

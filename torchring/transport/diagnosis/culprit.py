@@ -150,14 +150,6 @@ class Culprits:
             where = sorted({self._rendezvous.host_of(rank) for rank in culprits} - {""})
         return PeerLostError(f"{names}{' on ' * bool(where)}{', '.join(where)} died or exited", peers=culprits)
 
-    def _was_late(self) -> RingError:
-        """The error if all peers waited too long for this rank."""
-        return PeerTimeoutError(
-            f"{ranks_in_words(self._peers)} waited for this rank for {self._timeout_seconds:g} s and "
-            "gave up; it computed for longer, or was stopped (SIGSTOP, a suspended machine)",
-            peers=(self._rendezvous.rank,),
-        )
-
     def signed(self, error: RingError, seconds: float) -> RingError:
         error.rank, error.seconds = self._rendezvous.rank, seconds
         return error
@@ -208,7 +200,11 @@ class Culprits:
             timed_out = timed_out or b"1" in answers.values()
             silent = [rank for rank, answer in answers.items() if answer is None]
             if not silent and timed_out and not waited_too_long:
-                raise self._was_late()
+                raise PeerTimeoutError(
+                    f"{ranks_in_words(self._peers)} waited for this rank for {self._timeout_seconds:g} s and "
+                    "gave up; it computed for longer, or was stopped (SIGSTOP, a suspended machine)",
+                    peers=(self._rendezvous.rank,),
+                )
             waited = time.monotonic() - started
             gone = [rank for rank in silent if rank in self._closed or len(self._peers) == 1]
             if gone and not timed_out and waited >= _BROKEN_GRACE_SECONDS:
