@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torchring.broadcasts import broadcast_bytes, broadcast_together, check_dense, check_writable, is_movable
 from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world, world_of
+from torchring.gradients.views import local_of, whole_of
 from torchring.participants.digests import digests
 from torchring.world import Group, World
 
@@ -77,6 +78,7 @@ def check_broadcastable(model_or_state_dict: Any, advice: str = "") -> dict[str,
         tensors = {name: value for name, value in model_or_state_dict.items() if isinstance(value, torch.Tensor)}
     else:
         raise TypeError(f"expected a torch.nn.Module or a mapping, got {type(model_or_state_dict).__name__}")
+    tensors = {name: local_of(tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         try:
             check_dense(tensor)
@@ -180,8 +182,10 @@ def outline_of(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
         return type(value)(items) if type(value) in _DICTS else items
     if type(value) in (list, tuple):
         return type(value)(outline_of(item, _inside(place, i), tensors) for i, item in enumerate(value))
-    if type(value) is torch.Tensor and value.layout == torch.strided and is_movable(value.device):
-        tensors[place] = value.contiguous() if 0 in value.stride() else value  # an expanded one cannot be written
+    local = local_of(value)
+    is_plain = type(value) is torch.Tensor or local is not value
+    if is_plain and local.layout == torch.strided and is_movable(local.device):
+        tensors[place] = local.contiguous() if 0 in local.stride() else local  # an expanded one cannot be written
         return tensors[place].to("meta")
     return value.item() if isinstance(value, np.generic) else value
 
@@ -199,7 +203,7 @@ def fill_outline(outline: Any, place: str, mine: Mapping[str, torch.Tensor], wan
         if own is None or own.shape != outline.shape or own.dtype != outline.dtype:
             own = torch.empty_like(outline, device="cpu")
         wanted[place] = own
-        return own
+        return whole_of(own)
     return outline
 
 

@@ -35,6 +35,7 @@ from torchring.gradients.reduction import Participant
 from torchring.gradients.validation import (
     GradientOp,
     OnNonfinite,
+    parameters_of,
 )
 from torchring.gradients.weights import check_weight
 from torchring.optimizer_wrapper import with_held
@@ -355,7 +356,7 @@ class DistributedOptimizer(ConnectedOptimizer):
         sync = self._live_sync()
         sync.world.shared(Join).refuse("add_param_group()")
         self.optimizer.add_param_group(param_group)
-        added: list[torch.nn.Parameter] = self.param_groups[-1]["params"]
+        added = list(parameters_of(self.optimizer))[len(self._names) :]
         try:
             names = {parameter: f"group{len(self.param_groups) - 1}.param{i}" for i, parameter in enumerate(added)}
             check_free(names, sync.world)

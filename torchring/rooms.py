@@ -28,6 +28,7 @@ _MODULES: Final = {
     "elastic": "torchring.elastic.worker.generation",
     "meeting": "torchring.meeting",
     "placement": "torchring.placement",
+    "mesh": "torchring.mesh",
     "sharding": "torchring.sharding.optimizer",
 }
 

@@ -84,7 +84,7 @@ _MISTAKES: Final[list[tuple[Mistake, str, str, str]]] = [
     (_later(lambda model: _fsdp(model, True)), "GradientError", "0.weight", _FSDP),
     (_later(lambda model: _fsdp(model, False)), "GradientError", "0.weight", _OTHER),
     (_first(fully_shard, is_given=False), "ValueError", "group0.param0", "DTensor"),
-    (_first(fully_shard), "ValueError", "the model", "FSDPSequential"),
+    (_first(fully_shard), "ValueError", "0.weight", "DTensor"),
     (_later(fully_shard), "GradientError", "0.weight", _OTHER),
 ]
 

@@ -166,8 +166,8 @@ class OptimizerGroup:
 
     def owners_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[Reducer]:
         """The reducers that reduce one of `parameters`."""
-        wanted = {id(parameter) for parameter in parameters}
-        return [reducer for reducer in self.reducers if not wanted.isdisjoint(map(id, reducer.parameters))]
+        wanted = {hash(parameter) for parameter in parameters}
+        return [reducer for reducer in self.reducers if not wanted.isdisjoint(map(hash, reducer.parameters))]
 
     def owners(self) -> list[object]:
         """The optimizers that are still there."""
@@ -310,4 +310,4 @@ def check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
     for owner in (owner for group in world.outer.shared(_all_groups) for owner in group.owners_of(names)):
         taken = next(name for p, name in names.items() if any(p is other for other in owner.parameters))
         raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")
-    room("module wrappers").check(names)
+    room("module wrappers").check(names, world)

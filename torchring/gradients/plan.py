@@ -41,6 +41,7 @@ class ParameterSpec:
     dtype: torch.dtype
     device: torch.device
     is_sparse: bool = False
+    place: str = ""  # of what this rank has of a DTensor
 
     @property
     def numel(self) -> int:
@@ -78,7 +79,7 @@ class ParameterSpec:
         layout = f" dimensions in memory {order}" if self.is_dense and order != sorted(order) else ""
         sparse = " sparse" if self.is_sparse else ""
         device = "" if self.device.type == "cpu" else f" on {self.device.type}"
-        return f"{self.name} {self.shape} {_short(self.dtype)}{layout}{sparse}{device}"
+        return f"{self.name} {self.shape} {_short(self.dtype)}{layout}{sparse}{device}{self.place}"
 
 
 @dataclass(frozen=True)

@@ -222,6 +222,7 @@ class Reductions:
             parameter.dtype,
             parameter.device,
             parameter in self._sparse,
+            getattr(parameter, "place", ""),
         )
 
     def _check_agreement(self, specs: Sequence[ParameterSpec], collectives: Collectives) -> None:

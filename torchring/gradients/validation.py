@@ -17,6 +17,7 @@ from torchring.gradients.layout import Options
 from torchring.gradients.packing import is_finite
 from torchring.gradients.plan import COMPRESSIONS
 from torchring.gradients.reduction import NonFiniteGradient
+from torchring.gradients.views import local_of
 from torchring.rooms import room
 from torchring.world import World
 
@@ -94,7 +95,7 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
                     f"{name} is on {parameter.device}, {names[first]} on {first.device}; one optimizer reduces "
                     "parameters of one device: give every rank a GPU of its own, or every device an optimizer"
                 )
-            names[parameter] = name
+            names[local_of(parameter)] = name
     if not any(parameter.requires_grad for parameter in names):
         raise ValueError("none of the optimizer's parameters requires a gradient, so there is nothing to reduce")
     return names
@@ -125,7 +126,8 @@ def ignored_tensors(
         if part is None or id(part) not in ids:
             what = repr(each) if isinstance(each, str) else f"a {type(each).__name__}"
             raise ValueError(f"ignore has {what}, which is no parameter, buffer or module of the model")
-        ignored.update((*part.parameters(), *part.buffers()) if isinstance(part, torch.nn.Module) else (part,))
+        parts = (*part.parameters(), *part.buffers()) if isinstance(part, torch.nn.Module) else (part,)
+        ignored.update(map(local_of, parts))
     if (name := next((name for p, name in names.items() if p in ignored), None)) is not None:
         raise ValueError(
             f"{name} is ignored, and in the optimizer, whose parameters are equal on all ranks; give what belongs to a "
@@ -137,12 +139,12 @@ def ignored_tensors(
 def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Parameter]:
     """The weights of layers built with sparse=True, whose gradients come as sparse tensors."""
     layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return {cast(torch.nn.Parameter, m.weight) for m in modules if isinstance(m, layers) and m.sparse}
+    return {local_of(m.weight) for m in modules if isinstance(m, layers) and m.sparse}
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
     """The optimizer's parameters, in the order of its groups."""
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return map(local_of, chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def refuse_part_of_state(optimizer: Optimizer) -> None:

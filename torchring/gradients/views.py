@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch.utils import dlpack
 
+from torchring.rooms import room
+
 # Private names of PyTorch's, which CUDA graph trees use for the same purpose. PyTorch 2.11 cannot swap: tensors that
 # share a kept gradient's memory (`p.grad.detach()`) could not move with it. So gradients do not live in wires there.
 num_owners: Callable[[int], int] = torch._C._storage_Use_Count
@@ -115,6 +117,17 @@ def _shaped(
     storage: torch.UntypedStorage, tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
     return tensor.set_(storage, 0, tuple(shape), tuple(stride))
+
+
+def local_of(tensor: torch.Tensor) -> Any:
+    """What is reduced, compared and sent of a tensor: itself, or what this rank has of a DTensor."""
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return room("mesh").local_of(tensor) if isinstance(tensor, dtensor) else tensor
+
+
+def whole_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that `local_of` was given."""
+    return getattr(parameter, "whole", parameter)
 
 
 def _free(has_another_owner: bool) -> tuple[int, int]:

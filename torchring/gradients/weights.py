@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.ledger import is_zero
 from torchring.gradients.reduction import Said
+from torchring.gradients.views import whole_of
 
 LARGEST: Final = 2.0**28
 SMALLEST: Final = 2.0**-10
@@ -98,7 +99,7 @@ class Weights:
             trainable = [parameter for parameter in self._parameters() if parameter.requires_grad]
             # Of the node that adds to `.grad`: a hook of the tensor would change what torch.autograd.grad() returns.
             with torch.inference_mode(False):
-                nodes = {id(parameter): get_gradient_edge(parameter).node for parameter in trainable}
+                nodes = {id(parameter): get_gradient_edge(whole_of(parameter)).node for parameter in trainable}
             self._hooked = {key: (node, node.register_prehook(self._weigh)) for key, node in nodes.items()}
 
     def begin(self) -> None:

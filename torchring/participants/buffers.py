@@ -30,6 +30,7 @@ from torchring.gradients.contract import Setup
 from torchring.gradients.layout import SyncBuffers
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction
+from torchring.gradients.views import local_of
 from torchring.participants.digests import digests
 from torchring.world import World
 
@@ -59,7 +60,7 @@ class BufferSpec:
     def find(self) -> torch.Tensor | None:
         """The buffer as it is now, whatever it has become. None if it is gone."""
         found = getattr(self.module(), self.key, None)
-        return found if isinstance(found, torch.Tensor) else None
+        return local_of(found) if isinstance(found, torch.Tensor) else None
 
 
 def buffer_specs(
@@ -84,6 +85,7 @@ def buffer_specs(
         own = dict(module.named_buffers(recurse=False))
         has_statistics = not own.keys().isdisjoint(("running_mean", "running_var"))
         for key, buffer in own.items():
+            buffer = local_of(buffer)
             choice = _choice_for(name := f"{prefix}.{key}" if prefix else key, by_name)
             if choice == "own" and has_statistics and (key.startswith("running_") or key == "num_batches_tracked"):
                 choice = "mean"

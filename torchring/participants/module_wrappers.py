@@ -21,6 +21,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from torchring.dynamo import run_eagerly
+from torchring.gradients.views import whole_of
+from torchring.rooms import room
+from torchring.world import World
 
 _T = TypeVar("_T")
 WAY_OUT: Final = (
@@ -74,16 +77,15 @@ MODULE_WRAPPERS: Final = ModuleWrappers()
 
 def check_model(model: torch.nn.Module) -> None:
     """Raise ValueError if `wrap` was given a model that reduces gradients itself."""
-    if is_module_wrapper(model):
+    if isinstance(model, _kinds()):  # what fully_shard() has cut are DTensors, see `mesh.check`
         raise ValueError(f"the model is a {type(model).__name__}, which reduces gradients itself. {WAY_OUT}")
 
 
-def check(names: Mapping[torch.nn.Parameter, str]) -> None:
-    """Raise ValueError if a module wrapper reduces one of the parameters, or has split it up over ranks."""
+def check(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
+    """Raise ValueError if a module wrapper reduces one of the parameters, or has split it up over ranks of `world`."""
     MODULE_WRAPPERS.find()
-    for parameter, name in names.items():
-        if how := sharded_by(parameter):
-            raise ValueError(f"{name} {how}; torchring reduces the gradients of whole parameters. {WAY_OUT}")
+    if any(parameter is not whole_of(parameter) for parameter in names):
+        room("mesh").check(names, world, WAY_OUT)
     trainable = [parameter for parameter in names if parameter.requires_grad]
     if shared := MODULE_WRAPPERS.first_shared(trainable):
         index, kind = shared
@@ -93,12 +95,6 @@ def check(names: Mapping[torch.nn.Parameter, str]) -> None:
 def explain(name: str, kind: str) -> str:
     """The error's text for a parameter that a module wrapper of class `kind` reduces as well."""
     return f"{name} belongs to a {kind}, which reduces its gradient as well; the result would be wrong. {WAY_OUT}"
-
-
-def sharded_by(parameter: torch.Tensor) -> str | None:
-    """Says how the parameter is split up over ranks; None if it is whole."""
-    dtensor = _loaded("torch.distributed.tensor", "DTensor")
-    return "is a DTensor, as fully_shard() makes them" if dtensor and isinstance(parameter, dtensor) else None
 
 
 def is_module_wrapper(model: torch.nn.Module) -> bool:

@@ -33,8 +33,9 @@ from torchring.gradients.ledger import is_zero
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction, StepPoint
 from torchring.gradients.validation import parameters_of
+from torchring.gradients.views import local_of
 from torchring.optimizer_wrapper import OptimizerWrapper
-from torchring.participants.module_wrappers import MODULE_WRAPPERS, WAY_OUT, explain, living, sharded_by
+from torchring.participants.module_wrappers import MODULE_WRAPPERS, WAY_OUT, explain, living
 from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
@@ -159,19 +160,19 @@ class Ownership(Participant):
 
     def _error(self, loose: Mapping[str, torch.nn.Parameter]) -> GradientError:
         model = self._model()
-        present = set() if model is None else set(model.parameters())
-        gone = next((name for p, name in self._names.items() if p not in present), None)
+        present = set() if model is None else set(map(hash, model.parameters()))
+        gone = next((name for p, name in self._names.items() if hash(p) not in present), None)
         names = list(loose)
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         what = ", ".join(names[:_MOST_NAMES]) + more
         gets = f"{what} {'gets a gradient' if len(names) == 1 else 'get gradients'}"
         ids = set(map(id, loose.values()))
-        others = (each for each in living(Optimizer) if not ids.isdisjoint(map(id, parameters_of(each))))
+        others = (each for each in living(Optimizer) if not ids.isdisjoint(map(hash, parameters_of(each))))
         if gone is not None:
             text = (
                 f"the {gone} that was wrapped is not a parameter of the model any more, and {gets} that nobody reduces"
             )
-            if any(sharded_by(p) or hasattr(p, "_is_flat_param") for p in loose.values()):
+            if any(local_of(p) is not p or hasattr(p, "_is_flat_param") for p in loose.values()):
                 text += f", as after fully_shard() or FSDP. {WAY_OUT}"
             else:
                 text += (
@@ -258,7 +259,7 @@ class LooseOptimizers:
             any(parameter is p for each in living(OptimizerWrapper) for p in parameters_of(each))
             or any(isinstance(each, Ownership) and each.watches(parameter) for each in everybody)
             or MODULE_WRAPPERS.first_shared([parameter]) is not None
-            or sharded_by(parameter) is not None
+            or local_of(parameter) is not parameter
         )
 
 
@@ -277,7 +278,7 @@ def _note_stale(parameters: Iterable[torch.Tensor]) -> None:
 
 def _owned(group: OptimizerGroup) -> set[int]:
     """The ids of all parameters that a reducer reduces, or would if they were not frozen."""
-    return {id(p) for reducer in group.reducers for p in (*reducer.parameters, *reducer.frozen)}
+    return {hash(p) for reducer in group.reducers for p in (*reducer.parameters, *reducer.frozen)}
 
 
 def _name(parameter: torch.Tensor) -> str:

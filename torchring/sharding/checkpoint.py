@@ -17,6 +17,7 @@ import torch
 from torchring.broadcasts import broadcast_bytes, broadcast_together
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import in_step, ranks_in_words
+from torchring.gradients.views import whole_of
 from torchring.initial_state import fill_outline, load_plain, outline_of, save_plain
 from torchring.participants.heap import trim
 from torchring.sharding.kinds import Kind, is_scalar
@@ -58,7 +59,8 @@ def gather_state(shards: Shards, *, keeps: bool) -> dict[str, Any] | None:
                         parameter.shape, parameter.stride(), dtype=value.dtype, device="cpu"
                     )
                 flat(whole[key])[start:stop] = value
-    return shards.state_dict_of({shards.parameters[i]: found[i] for i in sorted(found)}) if keeps else None
+    states = {p: as_parameter(p, found[i]) for i, p in enumerate(shards.parameters) if i in found}
+    return shards.state_dict_of(states) if keeps else None
 
 
 def _on_host(_: object, value: torch.Tensor) -> torch.Tensor:
@@ -153,7 +155,7 @@ def _load_own(shards: Shards, groups: list[dict[str, Any]], own: dict[int, Entry
 def deal_out(shards: Shards) -> None:
     """The optimizer has the whole state: keep this rank's share of it."""
     state, parameters = shards.optimizer.state, shards.parameters
-    own = _cut(shards, [(i, 0, p.numel(), state[p]) for i, p in enumerate(parameters) if p in state])
+    own = _cut(shards, [(i, 0, p.numel(), state[p]) for i, p in enumerate(map(whole_of, parameters)) if p in state])
     shards.optimizer.state.clear()
     shards.optimizer.state.update({shards.shards[number].tensor: entry for number, entry in own.items()})
 
@@ -171,6 +173,7 @@ def _cut(shards: Shards, items: Iterable[Item]) -> dict[int, Entry]:
 
 
 def _part(kind: Kind, shard: Shard, key: object, value: torch.Tensor) -> torch.Tensor:
+    value = _local(value)
     if kind is Kind.WHOLE:
         return _complete(key, value).clone()
     if is_scalar(str(key), value):
@@ -181,7 +184,20 @@ def _part(kind: Kind, shard: Shard, key: object, value: torch.Tensor) -> torch.T
 
 
 def _complete(_: object, value: torch.Tensor) -> torch.Tensor:
+    value = _local(value)
     return value.whole() if isinstance(value, ShardTensor) else value
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor."""
+    return getattr(value, "_local_tensor", value)
+
+
+def as_parameter(parameter: Any, entry: Entry) -> Entry:
+    """The state of a parameter, which is of DTensors if the parameter is one."""
+    if whole_of(parameter) is parameter:
+        return entry
+    return mapped(entry, lambda key, value: value if is_scalar(str(key), value) else parameter.as_whole(value))
 
 
 def _fitting(shards: Shards, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Item]]:
@@ -194,7 +210,7 @@ def _fitting(shards: Shards, state_dict: Mapping[str, Any]) -> tuple[list[dict[s
     keys = itertools.chain.from_iterable(group["params"] for group in groups)
     for index, (key, parameter) in enumerate(zip(keys, shards.parameters, strict=True)):
         for name, value in states.get(key, {}).items() if shards.kind is Kind.ELEMENTS else ():
-            if not is_scalar(name, value) and value.shape != parameter.shape:
+            if not is_scalar(name, value) and _local(value).shape != parameter.shape:
                 raise ValueError(
                     f"{name} of {shards.names[parameter]} has the shape {tuple(value.shape)} in this state, and the "
                     f"parameter has {tuple(parameter.shape)}; the state belongs to another model"

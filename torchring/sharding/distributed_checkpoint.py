@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torchring.collectives.service import internal_collectives_of
 from torchring.initial_state import load_plain, save_plain
 from torchring.optimizer_wrapper import OptimizerWrapper
-from torchring.sharding.checkpoint import Entry, mapped
+from torchring.sharding.checkpoint import Entry, as_parameter, mapped
 from torchring.sharding.kinds import Kind, is_scalar
 from torchring.sharding.optimizer import shards_of
 from torchring.sharding.parameters import Shard, flat, laid_out_as
@@ -89,7 +89,7 @@ def _shard_state(shards: Shards) -> dict[str, Any]:
     write its part over those of the others.
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
-    if size != shards.world.size:
+    if size < shards.world.size:
         raise ValueError(
             f"torch.distributed.checkpoint would write the state of {size} of {shards.world.size} ranks, as "
             "torch.distributed's process group has no more; call torchring.init(process_group=True) first"
@@ -110,7 +110,8 @@ def _shard_state(shards: Shards) -> dict[str, Any]:
         outlines.update(load_plain(text))
     found: dict[torch.Tensor, Entry] = {}
     for index in sorted(outlines):
-        found[shards.parameters[index]] = _parts(shards, index, outlines[index], own.get(index, []))
+        parameter = shards.parameters[index]
+        found[parameter] = as_parameter(parameter, _parts(shards, index, outlines[index], own.get(index, [])))
     return shards.state_dict_of(found)
 
 
@@ -128,7 +129,8 @@ def _parts(shards: Shards, index: int, outline: Entry, own: Sequence[Shard]) -> 
         if is_scalar(key, value):
             return value
         parts = [torch.empty(0, dtype=value.dtype, device=parameter.device), *(state[s.tensor][key] for s in own)]
-        return ShardTensor(parameter.shape, parameter.stride(), own[0].start if own else 0, torch.cat(parts))
+        first, origin = own[0].start if own else 0, getattr(parameter, "offset", ())
+        return ShardTensor(parameter.shape, parameter.stride(), first, torch.cat(parts), origin)
 
     if shards.kind is Kind.WHOLE:
         return mapped(state[parameter] if own else outline, whole)

@@ -11,6 +11,8 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.optim import Optimizer
 
+from torchring.gradients.views import local_of
+
 _ELEMENT_WISE: Final = (
     "SGD", "Adam", "AdamW", "Adamax", "RAdam", "NAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
@@ -42,6 +44,10 @@ def kind_of(optimizer: Optimizer) -> Kind:
         raise ValueError(f"shard=True does not work with {name}(differentiable=True): a step would leave no graph")
     if any(type(optimizer) is getattr(torch.optim, each) for each in _ELEMENT_WISE):
         return Kind.ELEMENTS
+    if any(local_of(p) is not p for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"shard=True does not work with {name} and DTensors, of which ranks have parts; leave shard out"
+        )
     module = type(optimizer).__module__
     if not module.startswith("torch.optim") and (reason := _why_together(optimizer)):
         raise ValueError(f"shard=True does not work with {name}: {reason}. Leave shard out")

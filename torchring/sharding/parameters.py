@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from torchring.accelerators import accelerator_of
-from torchring.gradients.views import gradient_view, num_owners, storage_of
+from torchring.gradients.views import gradient_view, num_owners, storage_of, whole_of
 from torchring.kernels.chunks import DTYPES
 from torchring.sharding.cut import Flat
 from torchring.sharding.kinds import Kind
@@ -99,7 +99,7 @@ def move(parameters: Sequence[torch.nn.Parameter], memories: Sequence[FlatMemory
         for index, (start, stop) in memory.flat.spans.items():
             parameter = parameters[index]
             view = gradient_view(memory.own[start:stop], parameter.shape, parameter.stride(), parameter.dtype)
-            has_others = num_owners(storage_of(parameter)) > _NUM_OWNERS
+            has_others = num_owners(storage_of(parameter)) > _NUM_OWNERS + (parameter is not whole_of(parameter))
             view.copy_(parameter)
             parameter.untyped_storage()._swap_data_ptr_(view.untyped_storage())  # type: ignore[attr-defined]
             if has_others and parameter.is_cpu:

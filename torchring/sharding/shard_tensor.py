@@ -58,6 +58,7 @@ class ShardTensor(torch.Tensor):
 
     first: int  # index of the first of the elements, in memory order
     elements: torch.Tensor  # [n]; a copy, if the optimizer steps elements
+    origin: Sequence[int] = ()  # where this tensor begins in a DTensor whose local tensor it is
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -84,7 +85,9 @@ class ShardTensor(torch.Tensor):
                 "torch.distributed.checkpoint. Outside of it, use what state_dict(all_ranks=True) of the optimizer "
                 "returns"
             )
-        return cls(like.shape, like.stride(), like.first, elements)
+        result = cls(like.shape, like.stride(), like.first, elements)
+        result.origin = like.origin
+        return result
 
     def __repr__(self) -> str:  # type: ignore[override]
         last = self.first + self.elements.numel()
@@ -112,19 +115,21 @@ class ShardTensor(torch.Tensor):
         return self.elements[start - self.first : stop - self.first]
 
     def boxes(self) -> dict[tuple[int, ...], torch.Tensor]:
-        """The elements as boxes of the whole, by their offsets."""
+        """The elements as boxes, by their offsets from the beginning of the whole, or of the DTensor."""
         order = sorted(range(self.dim()), key=self.stride, reverse=True)  # of the dimensions in memory
         places = [order.index(dimension) for dimension in range(self.dim())]
         cut = cut_boxes([self.shape[d] for d in order], self.first, self.first + self.elements.numel())
         parts = torch.split(self.elements, [math.prod(sizes) for _, sizes in cut])
         return {
-            tuple(offsets[i] for i in places): part.view(sizes).permute(places)
+            tuple(first + offsets[i] for first, i in zip(self.origin or [0] * self.dim(), places, strict=True)): part.view(sizes).permute(
+                places
+            )
             for (offsets, sizes), part in zip(cut, parts, strict=True)
         }
 
     # What the planners of torch.distributed.checkpoint ask
 
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, whole: torch.Tensor) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -135,7 +140,7 @@ class ShardTensor(torch.Tensor):
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=whole.size()),
             )
             for chunk in chunks
         ]

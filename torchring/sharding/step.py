@@ -18,7 +18,8 @@ from torchring.collectives.service import internal_collectives_of
 from torchring.collectives.signature import Signature
 from torchring.devices.stream import OnStream
 from torchring.errors import GradientError, in_step, ranks_in_words
-from torchring.gradients.validation import PART_OF_STATE
+from torchring.gradients.validation import PART_OF_STATE, parameters_of
+from torchring.gradients.views import whole_of
 from torchring.sharding.cut import assign_whole, cut_elements
 from torchring.sharding.device import DeviceExchange
 from torchring.sharding.exchange import Exchange
@@ -86,7 +87,7 @@ class Shards:
     def extend(self) -> None:
         """Collective: cut the parameters that the optimizer has got since."""
         first = len(self.parameters)
-        self.parameters += [p for group in self.optimizer.param_groups for p in group["params"]][first:]
+        self.parameters += list(parameters_of(self.optimizer))[first:]
         self._group_of = self._find_groups()
         added = {i: p for i, p in enumerate(self.parameters[first:], first) if is_cut(p)}
         if self.kind is Kind.WHOLE:
@@ -104,7 +105,7 @@ class Shards:
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 
     def group_of(self, parameter: torch.Tensor) -> int:
-        return self._group_of[id(parameter)]
+        return self._group_of[hash(parameter)]
 
     def begin(self, what: str, said: bytes = b"") -> list[bytes]:
         """Collective: begin `what`, and tell the other ranks a few bytes. Returns those of all ranks.
@@ -163,7 +164,8 @@ class Shards:
         """Collective: give all ranks what this rank has stepped of these parameters."""
         self._exchange.spread([m for m in self.memories if any(stepped[index] for index in m.flat.spans)])
         # Peers have written to these, which autograd has to know.
-        torch.autograd.graph.increment_version([p for p, has in zip(self.parameters, stepped, strict=True) if has])
+        written = [whole_of(p) for p, has in zip(self.parameters, stepped, strict=True) if has]
+        torch.autograd.graph.increment_version(written)
 
     def put_shards(self) -> None:
         """Put this rank's shards in the place of parameters, in the groups of the optimizer."""
@@ -239,7 +241,7 @@ class Shards:
                 "optimizer and call torchring.wrap() again, on all ranks"
             )
         else:
-            moved = (self.names[p] for p in self.parameters if group_of.get(id(p)) != self.group_of(p))
+            moved = (self.names[p] for p in self.parameters if group_of.get(hash(p)) != self.group_of(p))
             name = next(moved, "a parameter")
             text = (
                 f"{name} is in another parameter group than when torchring.wrap(..., shard=True) cut it. Leave "
@@ -275,7 +277,7 @@ class Shards:
         """The optimizer's own state_dict, of this state of whole parameters."""
         mine = self.optimizer.state
         with self.under_way("state_dict()"):
-            self.optimizer.state = defaultdict(dict, state)
+            self.optimizer.state = defaultdict(dict, {whole_of(p): entry for p, entry in state.items()})
             try:
                 return self.optimizer.state_dict()
             finally:
