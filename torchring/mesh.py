@@ -127,7 +127,7 @@ def local_of(whole: DTensor) -> LocalParameter:
 
 def check(names: Mapping[torch.nn.Parameter, str], world: World, way_out: str) -> None:
     """Raise ValueError for a DTensor of which the ranks of `world` do not all hold the same part."""
-    members = getattr(world, "members", ()) or range(world.size)
+    members = world.members or range(world.size)
     for parameter, name in names.items():
         if not isinstance(parameter, LocalParameter):
             continue

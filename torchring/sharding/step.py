@@ -273,7 +273,7 @@ class Shards:
         self.optimizer.state = _State(dict, self.optimizer.state)
         self.optimizer.state.refuse = self.refuse_entry
 
-    def state_dict_of(self, state: Mapping[torch.Tensor, Any]) -> dict[str, Any]:
+    def state_dict_of(self, state: Mapping[Any, Any]) -> dict[str, Any]:
         """The optimizer's own state_dict, of this state of whole parameters."""
         mine = self.optimizer.state
         with self.under_way("state_dict()"):
