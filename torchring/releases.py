@@ -22,6 +22,8 @@ PRIVATE_NAMES: Final = {
     "torch.distributed.checkpoint with shard=True": """
         distributed.checkpoint.state_dict:_init_optim_state Tensor._make_wrapper_subclass
         _C._disabled_torch_function_impl""",
+    "DTensors": """
+        distributed.tensor._utils:compute_local_shape_and_global_offset Tensor._make_subclass Tensor._version""",
     "layer-wise recipes": """
         _foreach_add _foreach_add_ _foreach_addcmul_ _foreach_div _foreach_div_ _foreach_lerp_ _foreach_norm
         _foreach_sqrt""",
