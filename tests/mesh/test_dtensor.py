@@ -3,31 +3,21 @@
 import copy
 import warnings
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
-from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-from torch.nn.parallel import DistributedDataParallel
 
 import torchring
-from tests.support.harness import ranks
-from torchring.sharding import DistributedState
+from tests.support.harness import ranks, run_ranks
 
 _STEPS = 4
 Made = tuple[nn.Module, Any]
@@ -203,7 +193,7 @@ _SCRIPTS: list[tuple[Callable[[nn.Module, Any, int], None], dict[str, Any], dict
 ]
 
 
-@ranks(4)
+@ranks(4, start=run_ranks)  # what torch keeps of a mesh keeps its process groups
 def test_trains_as_a_plain_model_does(rank: int) -> None:
     torchring.init(timeout_seconds=20.0, process_group=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -220,4 +210,3 @@ def test_trains_as_a_plain_model_does(rank: int) -> None:
         apart = _apart(*models)
         print(script.__name__, of_optimizer, options, apart)
         assert apart < 1e-10
-    torchring.shutdown()

@@ -129,8 +129,9 @@ def _parts(shards: Shards, index: int, outline: Entry, own: Sequence[Shard]) -> 
         if is_scalar(key, value):
             return value
         parts = [torch.empty(0, dtype=value.dtype, device=parameter.device), *(state[s.tensor][key] for s in own)]
-        first, origin = own[0].start if own else 0, getattr(parameter, "offset", ())
-        return ShardTensor(parameter.shape, parameter.stride(), first, torch.cat(parts), origin)
+        result = ShardTensor(parameter.shape, parameter.stride(), own[0].start if own else 0, torch.cat(parts))
+        result.origin = getattr(parameter, "offset", ())
+        return result
 
     if shards.kind is Kind.WHOLE:
         return mapped(state[parameter] if own else outline, whole)

@@ -120,10 +120,9 @@ class ShardTensor(torch.Tensor):
         places = [order.index(dimension) for dimension in range(self.dim())]
         cut = cut_boxes([self.shape[d] for d in order], self.first, self.first + self.elements.numel())
         parts = torch.split(self.elements, [math.prod(sizes) for _, sizes in cut])
+        begin = self.origin or [0] * self.dim()
         return {
-            tuple(first + offsets[i] for first, i in zip(self.origin or [0] * self.dim(), places, strict=True)): part.view(sizes).permute(
-                places
-            )
+            tuple(begin[d] + offsets[i] for d, i in enumerate(places)): part.view(sizes).permute(places)
             for (offsets, sizes), part in zip(cut, parts, strict=True)
         }
 
