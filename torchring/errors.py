@@ -58,7 +58,7 @@ class RingError(HorovodInternalError):
         self.parameters = tuple(parameters)
         self.step = step
         self.seconds = seconds
-        self.members: tuple[int, ...] = ()
+        self.members: tuple[int, ...] | None = None
         self.in_step = False
         self.explanation = ""
 
@@ -81,8 +81,7 @@ class RingError(HorovodInternalError):
         if self.seconds is not None:
             where.append(f"after {self.seconds:.2f} s")
         text = f"{self.message} [{', '.join(where)}]" if where else self.message
-        text = f"{text}. {self.explanation}" if self.explanation else text
-        return f"{of_job(text, self.members)} (a group of {ranks_in_words(self.members)})" if self.members else text
+        return in_group(f"{text}. {self.explanation}" if self.explanation else text, self.members or ())
 
 
 class PlanMismatchError(RingError):
@@ -121,7 +120,10 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(runs) == 1 == len(runs[0]) else 's'} {', '.join(texts)}"
 
 
-_POSITIONS: Final = re.compile(r"\b([Rr])ank(?: (\d+)|s (\d+(?:-\d+)?(?:(?:, | and )\d+(?:-\d+)?)*))\b")
+_POSITIONS: Final = re.compile(
+    r"(?<!group of )\b([Rr])ank(?: (\d+)|s (\d+(?:-\d+)?(?:(?:, | and )\d+(?:-\d+)?)*)(?!-\d|, \d| and \d))\b"
+    r"(?! \([-\d, and]+ of its group)"  # `in_group` has written these
+)
 
 
 def of_job(text: str, members: Sequence[int]) -> str:
@@ -139,6 +141,12 @@ def of_job(text: str, members: Sequence[int]) -> str:
         return f"{initial}{ranks_in_words(members[each] for each in positions)[1:]} ({one or several} of its group)"
 
     return _POSITIONS.sub(named, text) if members else text
+
+
+def in_group(text: str, members: Sequence[int]) -> str:
+    """The same for a whole message, at whose end it says which group that is."""
+    group = f" (a group of {ranks_in_words(members)})"
+    return of_job(text, members) + group * (group not in text) if members else text
 
 
 class FirstFailure:

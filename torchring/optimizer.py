@@ -478,12 +478,9 @@ class DistributedOptimizer(ConnectedOptimizer):
 
     def _check_before_step(self, sync: Reducer | LocalSync) -> bool:
         """Raise GradientError rather than train on something that is known to be wrong. Returns whether to step."""
-        try:
+        with sync.world.noting_members():
             sync.check_backward()
             return sync.check_gradients()
-        except GradientError as error:
-            sync.world.note_members(error)
-            raise
 
 
 # What rooms ask of an optimizer

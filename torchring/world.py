@@ -9,10 +9,11 @@ import contextlib
 import ctypes
 import functools
 import json
+import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from torchring.errors import (
     TopologyError,
     decode_error,
     encode_error,
+    in_group,
     with_way_out,
 )
 from torchring.memory.host import HostGroup, connect
@@ -42,6 +44,8 @@ Group: TypeAlias = "ProcessGroup | DeviceMesh | Sequence[Sequence[int]]"
 
 check_torch(torch.__version__)
 _T = TypeVar("_T")
+_E = TypeVar("_E", bound=BaseException)
+_logger: Final = logging.getLogger("torchring")
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
 DEFAULT_WARNING_SECONDS: Final = 30.0
 _ADVICE: Final = (
@@ -151,7 +155,7 @@ class World:
         _worlds.add(self)
         if store is not None and size > 1:
             try:
-                rendezvous = Rendezvous(store, rank, size, timeout_seconds)
+                rendezvous = Rendezvous(store, rank, size, timeout_seconds, self.members)
                 rendezvous.is_one_host = is_one_host
                 self._find_hosts(rendezvous, store_host, job)
             except BaseException as error:
@@ -258,10 +262,24 @@ class World:
             with contextlib.suppress(RingError):
                 self.rendezvous.with_timeout(_GOODBYE_SECONDS).give_up(decode_error(encode_error(error), self.rank))
 
-    def note_members(self, error: BaseException) -> None:
-        """`error` is about ranks of this world."""
-        if isinstance(error, RingError):
+    def note_members(self, error: _E) -> _E:
+        """Returns `error`, which is about ranks of this world, unless it has come from another one."""
+        if isinstance(error, RingError) and error.members is None:
             error.members = self.members
+        return error
+
+    @contextlib.contextmanager
+    def noting_members(self) -> Iterator[None]:
+        """Inside, errors are about ranks of this world."""
+        try:
+            yield
+        except RingError as error:
+            self.note_members(error)
+            raise
+
+    def warn(self, text: str) -> None:
+        """Log a warning about ranks of this world."""
+        _logger.warning("%s", in_group(text, self.members))
 
     def break_off(self, what: str, cause: BaseException) -> None:
         """Break this world because `cause` ended `what`, an operation between ranks, half way."""
@@ -287,17 +305,16 @@ class World:
         """Raise the error that broke this world, if there is one."""
         if (failure := self.failure) is not None:
             if self.is_forked:
-                raise type(failure)(failure.message, rank=self.rank)
+                raise self.note_members(type(failure)(failure.message, rank=self.rank))
             text = with_way_out(f"an earlier operation failed: {failure.message}")
-            error = type(failure)(text, rank=self.rank, peers=failure.peers)
-            self.note_members(error)
-            raise error from failure
+            raise self.note_members(type(failure)(text, rank=self.rank, peers=failure.peers)) from failure
 
     def say_why_it_ends(self, reason: str, has_failed: bool = False) -> None:
         """Tell the peers why this rank leaves, and `advice` unless it has failed. Only the first reason is told."""
         for group in self.groups.values():
             group.say_why_it_ends(reason, has_failed)
-        count = f"{self.num_reductions} reduction{'' if self.num_reductions == 1 else 's'} of gradients"
+        number = self.num_reductions + sum(group.num_reductions for group in self.groups.values())
+        count = f"{number} reduction{'' if number == 1 else 's'} of gradients"
         advice = "" if has_failed else self.advice
         error = PeerLostError(f"{reason}, after {count}{advice}", peers=(self.rank,))
         if self.host is not None:

@@ -166,7 +166,8 @@ class Collectives:
             return
         everybody = self.all_gather_json(list(description))
         others = [rank for rank, theirs in enumerate(everybody) if theirs != everybody[0]]
-        raise in_step(PlanMismatchError(first_difference(everybody), rank=self.world.rank, peers=others))
+        error = PlanMismatchError(first_difference(everybody), rank=self.world.rank, peers=others)
+        raise self.world.note_members(in_step(error))
 
     def raise_together(self, problem: Exception | None, what: str) -> None:
         """Raise `problem`, if there is one. Raise PlanMismatchError if only other ranks have one. So no rank waits.
@@ -180,7 +181,7 @@ class Collectives:
             raise in_step(problem)
         if others:
             text = f"rank {others[0]} {what}: {problems[others[0]].decode()}"
-            raise in_step(PlanMismatchError(text, rank=self.world.rank, peers=others))
+            raise self.world.note_members(in_step(PlanMismatchError(text, rank=self.world.rank, peers=others)))
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

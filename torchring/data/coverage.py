@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import operator
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from torchring.data.sampler import Sampler
 from torchring.default_world import default_world
 from torchring.errors import ranks_in_words
 
-_logger: Final = logging.getLogger("torchring")
 _NUM_EXAMPLES: Final = 5
 _SHOULD_AGREE: Final = ("seed", "shuffle", "epoch", "num_replicas", "drop_last")
 
@@ -114,10 +112,9 @@ def check(dataset: Sized, sampler: Iterable[Any]) -> Coverage:
             "torch's DistributedSampler(dataset)"
         )
     if not isinstance(inner, Sampler) and min(counts) < max(counts) and world.rank == 0:
-        _logger.warning(
-            "a rank draws %d samples of an epoch, another one %d: where that makes unequal numbers of batches, put the "
-            "loop into a `with torchring.join(optimizer):` block",
-            *(min(counts), max(counts)),
+        world.warn(
+            f"a rank draws {min(counts)} samples of an epoch, another one {max(counts)}: where that makes unequal "
+            "numbers of batches, put the loop into a `with torchring.join(optimizer):` block"
         )
     return coverage
 

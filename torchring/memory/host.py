@@ -28,7 +28,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError, ranks_in_words
+from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError, in_group, ranks_in_words
 from torchring.linux import boot_id, create_memory, network_id, open_process
 from torchring.memory.links import Listener, credentials, meet
 from torchring.memory.mapping import map_block
@@ -299,20 +299,21 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
         reasons = [reason for r in neighbours for reason in said[r]["why"]]
         if len(kinds := sorted({cards[r]["host"].partition(", ")[2] for r in neighbours})) > 1:
             reasons.append(f"their C libraries differ ({' and '.join(kinds)})")
-        _warn_of_neighbours([group for group in groups if group[0] in neighbours], reasons)
+        _warn_of_neighbours([group for group in groups if group[0] in neighbours], reasons, rendezvous.members)
     for r in links.keys() - set(ranks):
         links[r].close()
     peers = [_peer(r, links[r]) for r in ranks if r != rank]
     return HostGroup(rendezvous, peers)
 
 
-def _warn_of_neighbours(groups: Sequence[Sequence[int]], reasons: Sequence[str]) -> None:
+def _warn_of_neighbours(groups: Sequence[Sequence[int]], reasons: Sequence[str], members: Sequence[int]) -> None:
     names = " and ".join(map(ranks_in_words, groups))
-    _logger.warning(
+    text = (
         f"{names} run on one machine, in one network namespace, but cannot share memory: {'; '.join(reasons[:4])}. "
         "Between them gradients go through the network, which is slower; start all ranks of a machine as one user, and "
         "with one C library"
     )
+    _logger.warning("%s", in_group(text, members))
 
 
 def partition(reachable: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

@@ -13,7 +13,6 @@ same if their digests are equal in 8 reductions in a row, in which batches chang
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -28,7 +27,6 @@ from torchring.gradients.reduction import Participant, Reduction
 from torchring.observe import loading
 from torchring.observe.inputs import Batch, Inputs
 
-_logger: Final = logging.getLogger("torchring")
 _IN_A_ROW: Final = 8
 _LEAST_CHANGES: Final = 6  # of them: a script may take turns with two batches, on purpose
 _NUM_FIRST: Final = 16  # batches of the first epoch that are remembered
@@ -49,7 +47,7 @@ class DataCheck(Participant):
 
     def __init__(self, reducer: Reducer, setup: Setup) -> None:
         self.batch = Batch()
-        self._rank, self._size = setup.world.rank, setup.world.size
+        self._rank, self._size, self._warn = setup.world.rank, setup.world.size, setup.world.warn
         self._inputs: Inputs = setup.inputs
         self._inputs.is_on = self._is_on = setup.world.check_data
         if self._is_on:
@@ -127,9 +125,9 @@ class DataCheck(Participant):
         if self._rank > max(same):  # if one rank reads what is another's, it is mostly that of the lower number
             ranks = ranks_in_words([self._rank, *same])
             remedy = self._remedy(remedy_for_equal_ranks, self._rank, self._size) or "Give each rank other samples"
-            _logger.warning(
-                "%s got the same batch in each of the last %d steps, so all but one of them work for nothing. %s. %s",
-                *(ranks, _IN_A_ROW, remedy, _ON_PURPOSE),
+            self._warn(
+                f"{ranks} got the same batch in each of the last {_IN_A_ROW} steps, so all but one of them work for "
+                f"nothing. {remedy}. {_ON_PURPOSE}"
             )
 
     def _remedy(self, search: Callable[..., str], *arguments: int) -> str:
@@ -143,7 +141,7 @@ class DataCheck(Participant):
         own, text = self._finding
         if own and own not in self._told and findings.index(own) == self._rank:
             ranks = ranks_in_words([rank for rank, finding in enumerate(findings) if finding == own])
-            _logger.warning("on %s, %s. %s", ranks, text, _ON_PURPOSE)
+            self._warn(f"on {ranks}, {text}. {_ON_PURPOSE}")
         self._told.update(filter(None, findings))
         if own in self._told:
             self._finding = 0, ""

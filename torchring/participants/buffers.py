@@ -14,7 +14,6 @@ buffers held in forward.
 from __future__ import annotations
 
 import itertools
-import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ from torchring.gradients.views import local_of
 from torchring.participants.digests import digests
 from torchring.world import World
 
-_logger: Final = logging.getLogger("torchring")
 _CHOICES: Final = ("mean", "rank0", None)
 _CANNOT: Final = "cannot exchange its buffers"
 
@@ -312,14 +310,12 @@ class BufferSync(Participant):
         others = [spec for i, spec in enumerate(self._own) if any(each[i] != first[i] for each in rest)]
         self._own = [spec for spec in self._own if spec not in others]
         if others and self._world.rank == 0:
-            _logger.warning(
-                "%s of the model %s not the same on all ranks. Each rank keeps its own: pass sync_buffers={%r: None} "
-                "to torchring.wrap if that is right, as for a queue or a hidden state. 'mean' in place of None takes "
-                "the mean over ranks, as is right for a moving average. 'rank0' follows rank 0, as with "
-                "DistributedDataParallel",
-                f"buffer{'s' * (len(others) > 1)} {', '.join(spec.name for spec in others)}",
-                "is" if len(others) == 1 else "are",
-                others[0].name,
+            what = f"buffer{'s' * (len(others) > 1)} {', '.join(spec.name for spec in others)} of the model"
+            self._world.warn(
+                f"{what} {'is' if len(others) == 1 else 'are'} not the same on all ranks. Each rank keeps its own: "
+                f"pass sync_buffers={{{others[0].name!r}: None}} to torchring.wrap if that is right, as for a queue or "
+                "a hidden state. 'mean' in place of None takes the mean over ranks, as is right for a moving average. "
+                "'rank0' follows rank 0, as with DistributedDataParallel"
             )
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
 import platform
 import weakref
@@ -39,7 +38,6 @@ from torchring.participants.digests import digests
 from torchring.releases import installed_version
 from torchring.world import World
 
-_logger: Final = logging.getLogger("torchring")
 _WATCHED: Final = 64  # parameters at most, evenly spread: reading a version takes up to 1 us
 _LEAST_SCALE: Final = 1e-3  # of the elements of a parameter, as differences of rounding do not shrink with them
 
@@ -243,10 +241,9 @@ def _other_platforms(world: World) -> str:
     """How the platforms of the ranks differ, if they do; else "". Collective: `world.shared(_other_platforms)`."""
     found = differences(internal_collectives_of(world).all_gather_json(_platform()))
     if found and world.rank == 0:
-        _logger.warning(
-            "the ranks do not compute alike: %s. So the last bits of their parameters may differ, and torchring "
-            "gives all ranks the parameters of rank 0 now and then",
-            found,
+        world.warn(
+            f"the ranks do not compute alike: {found}. So the last bits of their parameters may differ, and torchring "
+            "gives all ranks the parameters of rank 0 now and then"
         )
     return found
 

@@ -27,6 +27,7 @@ from torchring.errors import (
     TopologyError,
     decode_error,
     encode_error,
+    in_group,
     ranks_in_words,
 )
 from torchring.linux import has_ended, host_name, process_id
@@ -58,13 +59,15 @@ class Rendezvous:
         rank: this process, 0 <= rank < size.
         size: number of ranks that this process was told to expect.
         timeout_seconds: how long a rank, or the store, may keep the others waiting.
+        members: the ranks of the job, if the world is of a group of them.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout_seconds: float, members: Sequence[int] = ()) -> None:
         self.store = store
         self.rank = rank
         self.size = size
         self.timeout_seconds = timeout_seconds
+        self.members = members
         # raises if one of the given ranks is known to be dead. None until there is a way to know.
         self.watch: Callable[[Sequence[int]], None] | None = None
         # the rank whose process hosts the store. None if another process hosts the store.
@@ -85,17 +88,19 @@ class Rendezvous:
 
     def warn_of_absent(self, limit: float) -> None:
         """Have `on_wait` log one warning when this rank has waited for `limit` seconds for a rank. 0: no warning."""
-        has_warned, rank = limit == 0, self.rank  # without self: copies keep on_wait
+        has_warned, rank, members = limit == 0, self.rank, self.members  # without self: copies keep on_wait
 
         def on_wait(ranks: Sequence[int], seconds: float) -> None:
             nonlocal has_warned
             if not has_warned and ranks and seconds >= limit:
                 has_warned = True
-                _logger.warning(
-                    f"rank {rank} has waited for {seconds:.{0 if seconds >= 10 else 1}f} s in torchring.init() "
+                where = "opening the group" if members else "torchring.init()"
+                text = (
+                    f"rank {rank} has waited for {seconds:.{0 if seconds >= 10 else 1}f} s in {where} "
                     f"for {ranks_in_words(ranks)}, which {'has' if len(ranks) == 1 else 'have'} not come there yet, or "
                     "cannot reach the store"
                 )
+                _logger.warning("%s", in_group(text, members))
 
         self.on_wait = on_wait
 

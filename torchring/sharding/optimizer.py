@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -23,8 +22,6 @@ from torchring.sharding.kinds import kind_of
 from torchring.sharding.parameters import check_movable
 from torchring.sharding.step import Shards, refuse_patched
 from torchring.world import World
-
-_logger: Final = logging.getLogger("torchring")
 
 
 class ShardedOptimizer(DistributedOptimizer):
@@ -143,7 +140,7 @@ def _numbers(_: World) -> Iterator[int]:
 
 def _say_cost(world: World) -> None:
     if world.rank == 0 and world.num_nodes > 1:
-        _logger.warning(
+        world.warn(
             "between hosts, shard=True sends 1.5 times the bytes: whole gradients, and then parameters. If the network "
             "limits your steps, leave shard out. If you need less memory, use FSDP2 "
             "(torch.distributed.fsdp.fully_shard) in place of torchring.wrap"

@@ -191,6 +191,7 @@ class Shards:
         try:
             yield
         except BaseException as error:
+            self.world.note_members(error)
             if not getattr(error, "in_step", False):
                 self.world.break_off(what, error)
             raise
@@ -226,7 +227,8 @@ class Shards:
 
     def _refuse(self, what: str) -> None:
         if not self._is_under_way:
-            raise GradientError(PART_OF_STATE if self._is_closed else _PAST.format(what=what), rank=self.world.rank)
+            text = PART_OF_STATE if self._is_closed else _PAST.format(what=what)
+            raise self.world.note_members(GradientError(text, rank=self.world.rank))
 
     def _find_change(self) -> GradientError | None:
         """The error if the script has changed what shards know nothing of."""
@@ -249,7 +251,7 @@ class Shards:
                 "state_dict(all_ranks=True), close() this optimizer, load the state into the plain optimizer, move "
                 "parameters there, and wrap it again"
             )
-        return GradientError(text, rank=self.world.rank, parameters=(name,))
+        return self.world.note_members(GradientError(text, rank=self.world.rank, parameters=(name,)))
 
     def _find_groups(self) -> dict[int, int]:
         """The group of each parameter, by its id: to hash a parameter takes a call of Python."""
@@ -258,14 +260,14 @@ class Shards:
     def refuse_entry(self, key: object) -> None:
         """Raise GradientError if the script asks for the state of a parameter, which is kept by shards."""
         if isinstance(key, torch.nn.Parameter) and key in self.names and all(s.tensor is not key for s in self.shards):
-            raise GradientError(
+            text = (
                 f"optimizer.state has no entry for {self.names[key]}, as shard=True keeps the state by the slices of "
                 "ranks, nor can set_optimizer_state_dict(flatten_optimizer_state_dict=True) find one. On all ranks: "
                 "change what state_dict(all_ranks=True) returns, and pass that to load_state_dict(). To begin anew "
-                "with all parameters: optimizer.state.clear()",
-                rank=self.world.rank,
-                parameters=(self.names[key],),
+                "with all parameters: optimizer.state.clear()"
             )
+            error = GradientError(text, rank=self.world.rank, parameters=(self.names[key],))
+            raise self.world.note_members(error)
 
     # The state
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from torch.distributed import Store, TCPStore
 
+from torchring.errors import in_group
 from torchring.linux import stat_of
 from torchring.memory.host import HostGroup, SharedBlock
 from torchring.observe.flight_recorder.call_sites import call_site_of
@@ -120,7 +121,8 @@ class StallMonitor:
     def _warn(self, wait: CurrentWait, seconds: float) -> None:
         if self._others:
             self._look()
-        _logger.warning(describe_wait(self._rank, wait, self._peers(), seconds, self._limit))
+        text = describe_wait(self._rank, wait, self._peers(), seconds, self._limit)
+        _logger.warning("%s", in_group(text, self._rendezvous.members))
 
     def _peers(self) -> dict[int, Peer]:
         """All other ranks, as far as this rank knows."""
