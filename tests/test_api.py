@@ -11,8 +11,6 @@ import importlib
 import inspect
 import os
 import pkgutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import pytest
 import torch
 
 import torchring
-from tests.support.harness import patient
+from tests.support.commands import run_python
 
 API = Path(__file__).with_name("api.txt")
 # Whose public members are held still, too.
@@ -138,7 +136,7 @@ import torchring.devices.opening, torchring.devices.packing
 print("triton" in sys.modules)
 """
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60), env=environ)
+    ran = run_python("-c", code, env=environ)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == ["[]", "[]", "False False 1", "False"]
     assert ran.stderr == ""

@@ -183,7 +183,6 @@ def test_half_precision(rank: int) -> None:
         results.append(layers[2](inputs[1]))
     for result, given in zip(results, inputs, strict=True):
         result.float().square().sum().backward()
-        assert given.grad is not None
         assert result.dtype == given.grad.dtype == torch.bfloat16
         torch.testing.assert_close(result.float(), exact, rtol=0, atol=0.05)
     wide = torchring.SyncBatchNorm(4, dtype=torch.float16)

@@ -21,7 +21,6 @@ def test_an_older_one_is_refused_before_anything_is_wrapped(monkeypatch: pytest.
     """By the module that everything needs that speaks to other ranks; here it is imported once more."""
     monkeypatch.setattr(torch, "__version__", "2.10.0+cu128")
     spec = importlib.util.spec_from_file_location("another_world", world.__file__)
-    assert spec is not None
     assert spec.loader is not None
     with pytest.raises(
         ImportError, match=r"needs PyTorch 2\.11 or newer, and PyTorch 2\.10\.0\+cu128 is installed; upgr"
@@ -37,7 +36,6 @@ def test_releases_are_compared_as_numbers() -> None:
 
 def test_what_pip_is_told_is_what_is_checked() -> None:
     floor = re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
-    assert floor is not None
     assert tuple(map(int, floor.groups())) == LEAST_TORCH
 
 

@@ -69,11 +69,9 @@ def test_nothing_is_left_behind_and_processes_are_killed() -> None:
         assert len(namespaces(os.getpid()) - before) == 3
         command = network.command(1, ["sh", "-c", "echo here; exec sleep 60"])
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert process.stdout is not None
         process.stdout.readline()  # before, `ip` itself may not have come there yet
         raise KeyboardInterrupt
     assert namespaces(os.getpid()) <= before
-    assert process is not None
     assert process.wait(5) == -signal.SIGKILL
     process.communicate()
     with pytest.raises(NetworkError, match="set port0 up"):  # there is no switch any more

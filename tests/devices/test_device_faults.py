@@ -64,7 +64,6 @@ def test_a_rank_that_is_killed_is_named_by_all_others(rank: int) -> None:
         torchring.init(timeout_seconds=30.0)
         step, error = _train(die, rank)
         assert (step, type(error)) == (_FATAL_STEP, PeerLostError), error
-        assert error is not None
         assert error.peers == (2,)
         assert "rank 2" in str(error)
         assert 1 in map(int, accelerator.host_words)
@@ -152,7 +151,6 @@ def test_ranks_that_raise_stop_or_lose_their_device(rank: int) -> None:
                 assert (step, type(error)) == (fault.steps[rank], fault.error), error
                 assert fault.text in str(error)
                 # One that was late itself only knows that some rank was.
-                assert error is not None
                 assert error.peers == (1,) or (fault.error is PeerTimeoutError and is_culprit), error
             time.sleep(0.3)  # alive: nobody may need this rank's end to hear of it
             torchring.shutdown()

@@ -326,7 +326,6 @@ def test_collectives_for_scripts(rank: int, world_size: int) -> None:
 def test_collectives_over_nccl_alone() -> None:
     """Of one rank: a result is what was given. The host does not wait, and what was aborted is NaN."""
     accelerator = accelerator_of(torch.device("cuda", 0))
-    assert accelerator is not None
     backend = accelerator.open_backend(dist.HashStore(), 0, 1, 30.0)
     engine = Engine("native", LonelyGroup(0, accelerator.device), accelerator, 1, backend)
     stream = OnStream(engine, World(None, 0, 1), in_background=True)

@@ -308,7 +308,6 @@ def test_a_missing_event_is_noticed(rank: int) -> None:
         weight = nn.Parameter(torch.ones(4))
         optimizer = torchring.wrap(torch.optim.SGD([weight], lr=1.0))
         (weight * (rank + 1.0)).sum().backward()
-        assert weight.grad is not None
         assert weight.grad.tolist() != [1.5] * 4, "the mean was there without waiting for it"
         optimizer.step()
         assert attempt(accelerator.synchronize).startswith("Race")

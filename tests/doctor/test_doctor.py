@@ -10,8 +10,6 @@ import io
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +21,8 @@ import pytest
 import torch
 
 import torchring
-from tests.support import commands, harness
+from tests.support import harness
+from tests.support.commands import run_python
 from tests.support.documents import golden
 from tests.support.fake_device import FakeAccelerator
 from tests.support.netns import needs_hosts, run_on_hosts
@@ -276,7 +275,8 @@ def test_a_rank_that_never_comes_is_named(number: int) -> None:
 
 def test_without_rank_0_the_others_fail() -> None:
     """Nobody else would say that there is no report."""
-    _, (code, _, said) = harness.run_ranks(visit, 2, "rank 0 dies", "--timeout", "0.5", expect_exit={0: 3})
+    timeout = str(harness.patient(1.0))
+    _, (code, _, said) = harness.run_ranks(visit, 2, "rank 0 dies", "--timeout", timeout, expect_exit={0: 3})
     assert code == 1
     assert "torchring doctor: rank 1: measuring failed: rank 0" in said
 
@@ -316,11 +316,6 @@ def test_what_ranks_are_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.pop() == (("-np", "2"), (program, "--backend", "auto", "--timeout", "30.0"))
 
 
-def run_python(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return commands.finish(commands.start(command, harness._clean_environ() | {"PYTHONUNBUFFERED": "1"} | environ))
-
-
 HANGS = """
 import os, sys, time
 from torchring import doctor
@@ -336,7 +331,7 @@ sys.exit(doctor.main(['--json', '--timeout', '0.1']))
 def test_a_rank_that_hangs_says_where_and_ends() -> None:
     """And what a library prints is not on stdout."""
     alone = {"TORCHRING_LAUNCHER": "none", "TORCHRING_JOB": "a job of torchring run"}  # a rank, which starts no others
-    ran = run_python("-c", HANGS, **alone)
+    ran = run_python("-c", HANGS, env=harness._clean_environ() | alone)
     assert (ran.returncode, ran.stdout) == (1, "")
     assert "noise" in ran.stderr
     assert "Timeout (0:00:00" in ran.stderr
@@ -356,7 +351,8 @@ elif rank == "1":
     os._exit(1)
 """
     (tmp_path / "sitecustomize.py").write_text(hang)
-    ran = run_python("-m", "torchring", "doctor", "--timeout", "0.5", PYTHONPATH=str(tmp_path))
+    environ = harness._clean_environ() | {"PYTHONPATH": str(tmp_path)}
+    ran = run_python("-m", "torchring", "doctor", "--timeout", "0.5", env=environ)
     assert ran.returncode == 1, ran.stderr
     assert "joining the ranks failed: rank 1 did not" in " ".join(ran.stdout.split())
     with pytest.raises(ProcessLookupError):

@@ -254,7 +254,6 @@ def test_a_new_plan_does_not_take_a_second_set_of_buffers(rank: int) -> None:
     layers = [nn.Linear(4, 4) for _ in range(4)]
     model = nn.Sequential(*layers[::-1])  # uses them from the last to the first
     optimizer = wrapped(nn.ModuleList(layers), bucket_mb=80 / 2**20)
-    assert optimizer._sync is not None
     layout = optimizer._sync.layout
     old = [weakref.ref(bucket.wire) for bucket in layout.buckets]
     num_held: list[int] = []
@@ -756,7 +755,6 @@ def test_between_hosts_gradients_are_scaled_and_looked_at_when_they_are_packed(r
     ones = torch.ones((), requires_grad=True)
     twice = [checkpoint(lambda x: (model.large * x).sum(), ones, use_reentrant=True) for _ in range(2)]
     said.append(attempt(sum(twice).backward))  # type: ignore[union-attr]
-    assert model.large.grad is not None
     assert model.large.grad.isnan().all(), "scaled in part"
     expected = [
         "large is not finite; NaN or infinity came from rank 1",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -14,19 +13,15 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import run_python
 from torchring.horovod import aliases
 from torchring.horovod.__main__ import main
 from torchring.launch.horovodrun import with_aliases
 
 
-def run(*arguments: str | Path, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env or {**os.environ}, **options)
-
-
 def said(*arguments: str | Path, **options: Any) -> Any:
     """What a program prints, as JSON."""
-    ran = run(*arguments, **options)
+    ran = run_python(*arguments, **options)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 
@@ -122,7 +117,7 @@ if __name__ == "__main__":
 def test_a_script_runs_as_ever_and_its_children_inherit_the_aliases(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FACTS)
-    found = said("-m", "torchring.horovod", script, "-x", "--", "y", cwd=tmp_path)
+    found = said("-m", "torchring.horovod", script, "-x", "--", "y", folder=tmp_path)
     assert found.pop("argv") == [str(script), "-x", "--", "y"]
     assert found.pop("path") == str(tmp_path)
     assert (found.pop("file"), found.pop("main")) == (str(script), "__main__")
@@ -162,4 +157,5 @@ def test_the_path_and_sitecustomize_of_the_site_still_count(tmp_path: Path) -> N
     assert not [entry for entry in path if entry.endswith("startup")]
     assert imported == []  # a start of Python costs no import of torch
     (tmp_path / "sitecustomize.py").write_text("1 / 0\n")
-    assert "ZeroDivisionError" in run("-c", "import horovod", env=with_aliases(environ)).stderr  # as Python has it
+    ran = run_python("-c", "import horovod", env=with_aliases(environ))
+    assert "ZeroDivisionError" in ran.stderr  # as Python has it

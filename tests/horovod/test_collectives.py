@@ -174,7 +174,6 @@ def _gradients(rank: int, size: int) -> None:
     for row, (function, numel, expected) in enumerate(table):
         leaf = (torch.arange(float(numel)) + rank).requires_grad_()
         (function(leaf) * (rank + 1)).sum().backward()
-        assert leaf.grad is not None
         assert leaf.grad.tolist() == pytest.approx(expected), row
     # Only one rank may need the gradient.
     leaf = torch.ones(2, requires_grad=rank == 0)

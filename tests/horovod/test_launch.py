@@ -6,7 +6,6 @@ import logging
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.harness import patient
+from tests.support.commands import run_python
 from torchring.errors import TopologyError
 from torchring.horovod import runner, settings
 from torchring.horovod.exceptions import HorovodVersionMismatchError
@@ -83,10 +82,8 @@ def test_a_script_that_is_not_edited(tmp_path: Path) -> None:
     code = "import os, horovod.common.exceptions as e\n"
     code += "print(os.environ['RANK'], e.__name__, os.environ['HOROVOD_CYCLE_TIME'])"
     (tmp_path / "train.py").write_text(code)
-    command = [sys.executable, "-m", "torchring", "run", "--horovod", "-np", "1", "--cycle-time-ms", "2"]
-    ran = subprocess.run(
-        [*command, "python", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=patient(100)
-    )
+    line = "-m torchring run --horovod -np 1 --cycle-time-ms 2 python train.py"
+    ran = run_python(*line.split(), folder=tmp_path, seconds=100.0)
     assert (ran.returncode, ran.stdout) == (0, "0 torchring.horovod.exceptions 2\n"), ran.stderr
 
 
@@ -107,7 +104,7 @@ def processes(by_value: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         for rank in range(num_proc):
             ranks = {"RANK": str(rank), "WORLD_SIZE": str(num_proc), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)}
             environ = {**os.environ, **env, **ranks, **MASTER}
-            ran = subprocess.run([sys.executable, *command], env=environ, capture_output=True, timeout=100)
+            ran = run_python(*command, env=environ, seconds=100.0)
             code = code or ran.returncode if ran.returncode >= 0 else 128 - ran.returncode
         return code
 

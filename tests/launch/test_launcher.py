@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import commands
-from tests.support.commands import Launcher
+from tests.support.commands import Launcher, run_python
 from tests.support.documents import ROOT, blocks
 from tests.support.harness import patient, wait_until
 from torchring import cli
@@ -131,9 +131,7 @@ for package in ("numpy", "torch"):
 import torchring
 torchring.wrap
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=launcher.folder, env=launcher.environ, capture_output=True, text=True
-    )
+    ran = run_python("-c", code, env=launcher.environ, folder=launcher.folder)
     numpy, torch = (
         f"torchring needs {name}, which is not installed: pip install {name}" for name in ("numpy", "torch")
     )

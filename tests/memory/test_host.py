@@ -105,7 +105,6 @@ def test_who_shares_memory(rank: int, apart: int | None, how: str) -> None:
         world = World(store, rank, 3, timeout_seconds=10.0)
     hosts = ((0, 1, 2),) if apart is None else tuple(sorted([tuple({0, 1, 2} - {apart}), (apart,)]))
     assert (world.hosts, world.shares_memory, world.num_nodes) == (hosts, apart is None, len(hosts))
-    assert world.host is not None
     before = count_open_fds()
     world.host.allocate(100)
     assert count_open_fds() <= before, "descriptors are closed at once"
@@ -339,7 +338,6 @@ def test_a_block_lives_as_long_as_a_tensor_that_views_it() -> None:
 @ranks(2, run_ranks, expect_exit={0: -signal.SIGKILL})
 def _hold_memory_and_die(rank: int) -> None:
     world = World(launcher_store(), rank, 2, timeout_seconds=10.0)
-    assert world.host is not None
     block = world.host.allocate(2**20)
     channel = Channel(world.host, poll_seconds=0.0)
     channel.barrier()

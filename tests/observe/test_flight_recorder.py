@@ -103,7 +103,6 @@ def test_who_is_missing(topology: str, tmp_path: Path, rank: int) -> None:
     def others_wait_until(text: str) -> None:
         """The late rank is where it is to be, so what follows in the other ranks waits for it there."""
         monitor = default_world().shared(monitor_of)
-        assert monitor is not None
         if rank != _LATE and text:
             wait_until(lambda: text in monitor.explain([_LATE]), f"rank {_LATE} to be {text}")
 
@@ -231,7 +230,6 @@ def test_a_timeout_carries_the_same(topology: str, limit: float, tmp_path: Path,
     with on_hosts(rank, topology, timeout_seconds=2.0, stall_warning_seconds=limit):
         monitor, host = default_world().shared(monitor_of), default_world().host
         assert monitor is not None
-        assert host is not None
         host.timeout_seconds = 1.0  # where ranks meet, a loaded machine takes its time
         assert ("torchring-stalls" in [thread.name for thread in threading.enumerate()]) is (limit > 0)
         model = _model()
@@ -308,7 +306,6 @@ def test_what_others_read_of_a_page() -> None:
     assert read().entries.keys() == {entry.key for entry in entries}
     entries[3].close()
     another = recorder.open_progress("another")
-    assert another is not None
     assert read().entries.keys() == {entry.key for entry in entries if entry is not entries[3]} | {another.key}
 
 

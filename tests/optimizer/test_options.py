@@ -283,7 +283,6 @@ def test_other_ways_with_what_is_not_finite(rank: int) -> None:
     optimizer = torchring.wrap(_sgd(model), model, on_nonfinite="skip")
     model(x).sum().backward()
     for parameter in model.parameters():
-        assert parameter.grad is not None
         parameter.grad.nan_to_num_(0.5)
     before = values(model)
     optimizer.step()

@@ -444,7 +444,6 @@ def _grown(side: Side) -> Sequence[Any]:
 def _by_hand(model: nn.Module) -> None:
     """As PyTorch once did."""
     for p in model.parameters():
-        assert p.grad is not None
         p.grad.detach_()
         p.grad.zero_()
 

@@ -133,7 +133,6 @@ def test_latency_and_bandwidth_are_fitted_despite_outliers() -> None:
     seen[:8] *= 5
     seen[:, 4] *= 3  # one bucket is always interrupted
     network = fit(sizes, np.median(seen, axis=0), 4)
-    assert network is not None
     assert network.alpha_ms == pytest.approx(0.2, rel=0.05)
     assert network.gigabytes_per_s == pytest.approx(2, rel=0.05)
     assert network.is_alpha_known

@@ -37,9 +37,14 @@ def finish(process: subprocess.Popen[str], said: str = "", seconds: float = 60.0
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def run_python(*arguments: str | os.PathLike[str], seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run_python(
+    *arguments: str | os.PathLike[str],
+    env: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    seconds: float = 60.0,
+) -> subprocess.CompletedProcess[str]:
     """`python *arguments`."""
-    return finish(start([sys.executable, *arguments]), seconds=seconds)
+    return finish(start([sys.executable, *arguments], env, folder), seconds=seconds)
 
 
 def free_port() -> int:

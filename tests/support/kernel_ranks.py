@@ -139,7 +139,6 @@ def rounds_of_rank(
 ) -> list[torch.Tensor]:
     """All rounds with nothing between them but the kernel's own signals, and each time another rank late."""
     group = torchring.init().host
-    assert group is not None
     pads = list(group.allocate(signal_bytes(num_ranks)).parts)
     begin_counts(Place(rank, num_ranks, pads, pads))
     parts = list(group.allocate(NUM_BYTES).parts)  # waits for all ranks

@@ -78,14 +78,12 @@ def _intrude(card: dict[str, str], hello: bytes, user: int) -> subprocess.Popen[
     process = subprocess.Popen(
         [sys.executable, "-c", _INTRUDER, str(user), card["address"], hello.hex()], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     assert process.stdout.readline() in ("connected\n", "ConnectionResetError\n", "BrokenPipeError\n")
     return process
 
 
 def _told(process: subprocess.Popen[str]) -> list[Any]:
     """[what it was told, number of descriptors]"""
-    assert process.stdout is not None
     with process, process.stdout:  # it does not wait for long
         told: list[Any] = json.loads(process.stdout.readlines()[-1])
     return told
@@ -209,7 +207,6 @@ def test_another_user_who_crowds_the_sockets_keeps_nobody_out() -> None:
 
     def on_rank(rank: int, size: int, store: dist.Store) -> None:
         if rank == 3:
-            assert crowd.stdout is not None
             assert crowd.stdout.readline() == "all sockets are crowded\n"
         group = connect(Rendezvous(store, rank, size, 20.0))
         group.close()

@@ -7,7 +7,6 @@ import gc
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 import types
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 import torchring
 from tests.support.checks import logged
-from tests.support.commands import free_port
+from tests.support.commands import free_port, run_python
 from tests.support.harness import count_open_fds, patient, ranks, run_ranks, run_threads, wait_until
 from torchring.default_world import default_world
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
@@ -85,7 +84,7 @@ def test_a_process_that_a_rank_starts_knows_its_rank_but_does_not_take_part(rank
     assert not torchring.is_initialized(), "nobody is met for that"
     torchring.init()
     if rank == 1:  # only one rank has one: it must not wait for others like it
-        child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, timeout=patient(50))
+        child = run_python("-c", _CHILD, seconds=50.0)
         facts, of_spawn = child.stdout.splitlines()
         assert facts == "1 2 1 False"
         assert "is a worker that rank 1 has started by spawn or forkserver" in of_spawn
@@ -275,7 +274,6 @@ def test_who_does_not_belong_to_a_world_is_turned_away_and_does_not_break_it() -
             store.set("tried", "")
             return
         world = World(store, index, 2, timeout_seconds=50.0, job="a")
-        assert world.rendezvous is not None
         world.rendezvous.fetch("tried", 0)
         world.rendezvous.all_gather("later", b"")
         world.close()
