@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,6 +41,10 @@ from tests.support.training import (
 from torchring.gradients.views import CAN_SWAP
 from torchring.participants import replicas
 
+# A model of a script, any; its optimizer, wrapped or not.
+Model = Any
+Optimizer = Any
+
 
 @dataclass(frozen=True)
 class Way(Side):
@@ -48,16 +52,13 @@ class Way(Side):
 
     name: str
 
-    def start(self, model: nn.Module) -> tuple[Any, Any]:
-        """What to call forward on, and the optimizer."""
+    def values_after(self, script: Callable[[Way, Model, Any, Optimizer], object], make: Callable[[], Model]) -> Any:
+        """What script(way, model, what to call forward on, optimizer) leaves of a model."""
+        model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return DistributedDataParallel(model) if self.name == "ddp" else model, self.wrap(optimizer, model)
-
-
-def _correct(way: Way) -> Sequence[Tensor]:
-    model = small_model()
-    train(way, *way.start(model), range(2))
-    return values(model)
+        net = DistributedDataParallel(model) if self.name == "ddp" else model
+        script(self, model, net, self.wrap(optimizer, model))
+        return values(model)
 
 
 class _UsedTwice(nn.Module):
@@ -73,112 +74,88 @@ class _UsedTwice(nn.Module):
         return x
 
 
-def _checkpointed(way: Way) -> Sequence[Tensor]:
-    model = _UsedTwice()
-    net, optimizer = way.start(model)
-    train(way, model, optimizer, range(2), lambda rank, step: net(batch(rank, step)[0]).square().mean())
-    return values(model)
-
-
-def _past_forward(way: Way) -> Sequence[Tensor]:
-    model = small_model()
-    _, optimizer = way.start(model)
-    train(way, model, optimizer, range(2))
-    return values(model)
-
-
-def _two_and_two(way: Way) -> Sequence[Tensor]:
-    model = small_model()
-    net, optimizer = way.start(model)
+def _two_and_two(way: Way, model: Model, net: Any, optimizer: Optimizer) -> None:
     for step in range(2):
         optimizer.zero_grad()
         losses = [way.mean(lambda rank, at=10 * step + i: loss_on(net, rank, at)) for i in range(2)]
         for loss in losses:
             loss.backward()
         optimizer.step()
-    return values(model)
 
 
-def _autograd_grad(way: Way) -> Sequence[Tensor]:
-    model = small_model()
-    net, optimizer = way.start(model)
+def _autograd_grad(way: Way, model: Model, net: Any, optimizer: Optimizer) -> None:
     gradients = torch.autograd.grad(way.mean(lambda rank: loss_on(net, rank, 0)), list(model.parameters()))
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient
     optimizer.step()
-    return values(model)
 
 
-def _grows(way: Way) -> Sequence[Tensor]:
-    model = small_model()
-    net, optimizer = way.start(model)
+def _grows(way: Way, model: Model, net: Any, optimizer: Optimizer) -> None:
     torch.manual_seed(8)
     model.append(nn.Linear(2, 2).double())
     optimizer.add_param_group({"params": list(model[5].parameters())})
     train(way, net, optimizer, range(2))
-    return values(model)
 
 
-def _unfreezes(way: Way) -> Sequence[Tensor]:
-    model = small_model()
-    model[0].requires_grad_(False)
-    net, optimizer = way.start(model)
+def _unfreezes(way: Way, model: Model, net: Any, optimizer: Optimizer) -> None:
     train(way, net, optimizer, [0])
     model[0].requires_grad_(True)
     train(way, net, optimizer, [1, 2])
-    return values(model)
 
 
-def _steps_in_a_hook(way: Way) -> Sequence[Tensor]:
-    model = small_model()
-    net, optimizer = way.start(model)
+def _steps_in_a_hook(way: Way, model: Model, net: Any, optimizer: Optimizer) -> None:
     own = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
-
-    def hook(parameter: Tensor) -> None:
-        own[parameter].step()
-
     with ExitStack() as hooks:  # a parameter and its hook keep each other alive
         for parameter in model.parameters():
-            hooks.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+            hooks.callback(parameter.register_post_accumulate_grad_hook(lambda p: own[p].step()).remove)
         for step in range(2):
             optimizer.zero_grad()
             way.mean(lambda rank, step=step: loss_on(net, rank, step)).backward()
-    return values(model)
 
 
-def _drifts(way: Way) -> Sequence[Tensor]:
-    model = small_model()
-    net, optimizer = way.start(model)
+def _drifts(way: Way, model: Model, net: Any, optimizer: Optimizer) -> None:
     train(way, net, optimizer, [0])
     if 1 in way.mine:
         with torch.no_grad():
             model[2].bias.add_(0.5)
     train(way, net, optimizer, range(1, 4))
-    return values(model)
 
 
-def _nan_on_one_rank(way: Way) -> Sequence[Tensor]:
+def _first_frozen() -> Model:
     model = small_model()
-    net, optimizer = way.start(model)
-    train(way, net, optimizer, [0], lambda rank, step: loss_on(net, rank, step) * (math.nan if rank == 1 else 1.0))
-    return values(model)
+    model[0].requires_grad_(False)
+    return model
 
+
+_TWICE: Final = ("shared.", "received another gradient in the same backward")
+_UNREDUCED: Final = ("the gradient of 4.bias has never been reduced", "optimizer.synchronize()")
 
 # By name: the script, and words of torchring's error; none if it trains as one process does.
-OF_DDP: Final[dict[str, tuple[Callable[[Way], Sequence[Tensor]], tuple[str, ...]]]] = {
-    "no mistake": (_correct, ()),
-    "a layer is used twice": (_checkpointed, ("shared.", "received another gradient in the same backward")),
-    "past the wrapper": (_past_forward, ()),
-    "two forwards, two backwards": (_two_and_two, ()),
-    "autograd.grad": (
-        _autograd_grad,
-        ("the gradient of 4.bias has never been reduced", "optimizer.synchronize()"),
+OF_DDP: Final[dict[str, tuple[Callable[[Way, Model, Any, Optimizer], object], tuple[str, ...]]]] = {
+    "no mistake": (lambda way, model, net, it: train(way, net, it, range(2)), ()),
+    "a layer is used twice": (
+        lambda way, model, net, it: train(
+            way, model, it, range(2), lambda rank, step: net(batch(rank, step)[0]).square().mean()
+        ),
+        _TWICE,
     ),
+    "past the wrapper": (lambda way, model, net, it: train(way, model, it, range(2)), ()),
+    "two forwards, two backwards": (_two_and_two, ()),
+    "autograd.grad": (_autograd_grad, _UNREDUCED),
     "a layer is added": (_grows, ()),
     "a layer is unfrozen": (_unfreezes, ()),
     "a hook steps": (_steps_in_a_hook, ("is not the same on all ranks", "outside optimizer.step()")),
     "one rank changes": (_drifts, ("2.bias", "rank 1")),
-    "NaN": (_nan_on_one_rank, ("came from rank 1", "the gradient of 4.")),
+    "NaN": (
+        lambda way, model, net, it: train(
+            way, net, it, [0], lambda rank, step: loss_on(net, rank, step) * (math.nan if rank == 1 else 1.0)
+        ),
+        ("came from rank 1", "the gradient of 4."),
+    ),
+}
+_MODELS: Final[dict[str, Callable[[], Model]]] = {
+    "a layer is used twice": _UsedTwice,
+    "a layer is unfrozen": _first_frozen,
 }
 
 
@@ -187,33 +164,33 @@ def test_mistakes_that_ddp_does_not_notice(rank: int) -> None:
     warnings.simplefilter("ignore")  # of PyTorch, on reentrant checkpoints
     for name, (script, words) in OF_DDP.items():
         print(name)  # the last one in the output is the one that failed
-        found: list[Sequence[Tensor]] = []
-        problem = attempt(lambda script=script, found=found: found.append(script(Way((rank,), True, "torchring"))))
+        found: list[Any] = []
+        make, way = _MODELS.get(name, small_model), Way((rank,), True, "torchring")
+        problem = attempt(lambda: found.append(way.values_after(script, make)))  # noqa: B023
         assert bool(found) != bool(words), problem or "no error"
         assert not words or problem.startswith("GradientError: "), problem
         assert all(word in problem for word in words), problem
         for trained in found:
             assert_same_everywhere(trained)
-            torch.testing.assert_close(trained, script(Way((0, 1), False, "alone")), rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(
+                trained, Way((0, 1), False, "alone").values_after(script, make), rtol=1e-9, atol=1e-12
+            )
         torchring.shutdown()
     dist.init_process_group("gloo")
     for name, (script, _) in OF_DDP.items():
         print(f"{name}, DDP")
-        of_ddp = torch.cat([value.flatten() for value in script(Way((rank,), False, "ddp"))])
+        trained = Way((rank,), False, "ddp").values_after(script, _MODELS.get(name, small_model))
+        of_ddp = torch.cat([value.flatten() for value in trained])
         first, second = torchring.all_gather(of_ddp[None])
         if name == "NaN":
             assert first.isnan().all()
         else:
-            assert (float((first - second).abs().max()) > 1e-4) == (script is not _correct)
+            assert (float((first - second).abs().max()) > 1e-4) == (name != "no mistake")
     torchring.shutdown()
     dist.destroy_process_group()
 
 
-# What is refused: scripts for a rank. `Model` is any, `Optimizer` is wrapped.
-
-
-Model = Any
-Optimizer = Any
+# What is refused: scripts for a rank.
 
 
 def _wrapped(model: Model = None, **options: Any) -> tuple[Model, Optimizer]:
