@@ -182,6 +182,12 @@ def world_of(group: Group | None) -> World:
     return found
 
 
+def members_of(group: Group) -> tuple[int, ...]:
+    """The ranks of this rank's group, in ascending order. Sends nothing. Raises ValueError and TypeError."""
+    found: tuple[int, ...] = room("groups").members_of(group, rank(), size(), launcher())
+    return found
+
+
 def _launched() -> Any:
     """This process, as its launcher describes it: a `LaunchEnvironment`."""
     return room("meeting").launched()
@@ -196,14 +202,14 @@ def rank(group: Group | None = None) -> int:
         group: see `wrap`. The number is then the position among the ranks of that group.
     """
     own = int(_process.world.rank if _process.world is not None else _launched().rank)
-    return own if group is None else int(room("groups").members_of(group, own, size()).index(own))
+    return own if group is None else members_of(group).index(own)
 
 
 def size(group: Group | None = None) -> int:
     """Number of processes that train together; of `group`, if it is given. Waits for no other rank."""
     world = _process.world
     if group is not None:
-        return len(room("groups").members_of(group, rank(), size()))
+        return len(members_of(group))
     return int(_launched().size) if world is None or world.is_provisional else world.size
 
 

@@ -1,6 +1,7 @@
 """Collectives for scripts: metrics, batch counts, early stopping, objects.
 
-They act on the default world. All ranks call them in the same order.
+They act on all ranks, or on those of `group`, see `wrap`; ranks then are positions in the group. All ranks of a group
+call them in the same order.
 
 A blocking call returns when this rank's result is there. With `async_op=True` a background thread runs the collective,
 and the tensor belongs to torchring until `Work.wait()` returns. Collectives, blocking or not, run in the order of the
@@ -31,10 +32,11 @@ from torchring.collectives import operations
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import SHUT_DOWN, collectives_of
 from torchring.collectives.signature import ELEMENTWISE_OPS, ElementwiseOp, signature_of
-from torchring.default_world import default_world
+from torchring.default_world import world_of
 from torchring.dynamo import run_eagerly
 from torchring.errors import PeerLostError
 from torchring.rooms import room
+from torchring.world import Group, World
 
 _T = TypeVar("_T")
 Op = Literal["mean", "sum", "min", "max", "product", "adasum"]
@@ -72,12 +74,18 @@ class Work:
 
 
 @overload
-def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: Literal[False] = False) -> torch.Tensor: ...
+def all_reduce(
+    tensor: torch.Tensor, op: Op = "mean", async_op: Literal[False] = False, *, group: Group | None = None
+) -> torch.Tensor: ...
 @overload
-def all_reduce(tensor: torch.Tensor, op: Op = "mean", *, async_op: Literal[True]) -> Work: ...
+def all_reduce(
+    tensor: torch.Tensor, op: Op = "mean", *, async_op: Literal[True], group: Group | None = None
+) -> Work: ...
 
 
-def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work:
+def all_reduce(
+    tensor: torch.Tensor, op: Op = "mean", async_op: bool = False, *, group: Group | None = None
+) -> torch.Tensor | Work:
     """Combine `tensor` over all ranks, in place.
 
     Args:
@@ -87,12 +95,14 @@ def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) ->
             "adasum" (Maleki et al. 2021) is the mean of parallel tensors, and the sum of orthogonal ones, in a binary
             tree of the ranks of each host, and then of the hosts. Scalar products are in fp64.
         async_op: return a `Work` at once.
+        group: of these ranks. See `wrap`. Opened now if it is not open.
 
     Returns:
         `tensor`, with the same bits on every rank, or a `Work` whose `wait()` returns it.
 
     Raises:
-        ValueError: the op is unknown, or the tensor is sparse, expanded or on another device.
+        ValueError: the op is unknown, the tensor is sparse, expanded or on another device, or this rank is not in the
+            group.
         TypeError: the dtype cannot be combined.
         PlanMismatchError: another rank calls another collective, or with another shape, dtype or op.
         PeerLostError: another rank died or left.
@@ -103,72 +113,89 @@ def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) ->
     check_reducible(tensor, op, _OPS)
     if op == "adasum":
         adasum.check(tensor)
-        return _dispatch("all_reduce", tensor, async_op, adasum.all_reduce, tensor, default_world().hosts)
-    return _dispatch("all_reduce", tensor, async_op, operations.all_reduce, tensor, op)
+        world = world_of(group)
+        return _dispatch("all_reduce", world, tensor, async_op, adasum.all_reduce, tensor, world.hosts)
+    return _dispatch("all_reduce", world_of(group), tensor, async_op, operations.all_reduce, tensor, op)
 
 
 @overload
-def broadcast(tensor: torch.Tensor, src: int = 0, async_op: Literal[False] = False) -> torch.Tensor: ...
+def broadcast(
+    tensor: torch.Tensor, src: int = 0, async_op: Literal[False] = False, *, group: Group | None = None
+) -> torch.Tensor: ...
 @overload
-def broadcast(tensor: torch.Tensor, src: int = 0, *, async_op: Literal[True]) -> Work: ...
+def broadcast(tensor: torch.Tensor, src: int = 0, *, async_op: Literal[True], group: Group | None = None) -> Work: ...
 
 
-def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> torch.Tensor | Work:
+def broadcast(
+    tensor: torch.Tensor, src: int = 0, async_op: bool = False, *, group: Group | None = None
+) -> torch.Tensor | Work:
     """Overwrite `tensor` with that of rank `src`, in place.
 
     Args:
         tensor: on the CPU or CUDA, of any dtype; the shape is equal on every rank.
         src: the rank whose values all ranks get. ValueError if there is no such rank.
         async_op: return a `Work` at once.
+        group: of these ranks, among which `src` counts.
 
     Returns:
         `tensor`, or a `Work` whose `wait()` returns it. Raises what `all_reduce` raises.
     """
     check_dense(tensor)
     check_writable(tensor)
-    _check_rank(src)
-    return _dispatch("broadcast", tensor, async_op, operations.broadcast, tensor, src)
+    world = _world_with(src, group)
+    return _dispatch("broadcast", world, tensor, async_op, operations.broadcast, tensor, src)
 
 
 @overload
-def all_gather(tensor: torch.Tensor, async_op: Literal[False] = False) -> torch.Tensor: ...
+def all_gather(
+    tensor: torch.Tensor, async_op: Literal[False] = False, *, group: Group | None = None
+) -> torch.Tensor: ...
 @overload
-def all_gather(tensor: torch.Tensor, async_op: Literal[True]) -> Work: ...
+def all_gather(tensor: torch.Tensor, async_op: Literal[True], *, group: Group | None = None) -> Work: ...
 
 
-def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | Work:
+def all_gather(tensor: torch.Tensor, async_op: bool = False, *, group: Group | None = None) -> torch.Tensor | Work:
     """Concatenate the tensors of all ranks along dimension 0, in rank order.
 
     Args:
         tensor: on the CPU or CUDA, of any dtype. Only the size of dimension 0 may differ between ranks. 0-dim tensors
-            become a vector of size().
+            become a vector of size(group).
         async_op: return a `Work` at once.
+        group: of these ranks.
 
     Returns:
         A new tensor, or a `Work` whose `wait()` returns it. Has no gradient. Raises what `all_reduce` raises.
     """
     check_dense(tensor)
-    return _dispatch("all_gather", tensor, async_op, lambda backend: torch.cat(operations.all_gather(backend, tensor)))
+    gather = operations.all_gather
+    return _dispatch(
+        "all_gather", world_of(group), tensor, async_op, lambda backend: torch.cat(gather(backend, tensor))
+    )
 
 
 @overload
 def reduce_scatter(
-    tensor: torch.Tensor, op: ElementwiseOp = "mean", async_op: Literal[False] = False
+    tensor: torch.Tensor, op: ElementwiseOp = "mean", async_op: Literal[False] = False, *, group: Group | None = None
 ) -> torch.Tensor: ...
 @overload
-def reduce_scatter(tensor: torch.Tensor, op: ElementwiseOp = "mean", *, async_op: Literal[True]) -> Work: ...
+def reduce_scatter(
+    tensor: torch.Tensor, op: ElementwiseOp = "mean", *, async_op: Literal[True], group: Group | None = None
+) -> Work: ...
 
 
-def reduce_scatter(tensor: torch.Tensor, op: ElementwiseOp = "mean", async_op: bool = False) -> torch.Tensor | Work:
+def reduce_scatter(
+    tensor: torch.Tensor, op: ElementwiseOp = "mean", async_op: bool = False, *, group: Group | None = None
+) -> torch.Tensor | Work:
     """Combine `tensor` over all ranks, and return this rank's share of dimension 0.
 
-    If dimension 0 is not a multiple of size(), the first ranks get one row more, as in Horovod. Values are combined in
-    rank order, 16-bit values in fp32.
+    If dimension 0 is not a multiple of size(group), the first ranks get one row more, as in Horovod. Values are combined
+    in rank order, 16-bit values in fp32.
 
     Args:
         tensor: as for `all_reduce`, but at least 1-dim. It does not change.
         op: "mean", "sum", "min", "max" or "product".
         async_op: return a `Work` at once.
+        group: of these ranks.
 
     Returns:
         A new tensor, or a `Work` whose `wait()` returns it. Raises what `all_reduce` raises.
@@ -178,27 +205,35 @@ def reduce_scatter(tensor: torch.Tensor, op: ElementwiseOp = "mean", async_op: b
     if tensor.dim() == 0 or not tensor.shape[1:].numel():
         raise ValueError(f"reduce_scatter deals out rows of at least one element, got {tuple(tensor.shape)}")
     signature = signature_of("reduce_scatter", [tensor], f"op={op!r}")
-    size = default_world().size
-    return _dispatch("reduce_scatter", tensor, async_op, row_exchange.reduce_scatter, tensor, size, op, signature)
+    world = world_of(group)
+    given = tensor, world.size, op, signature
+    return _dispatch("reduce_scatter", world, tensor, async_op, row_exchange.reduce_scatter, *given)
 
 
-@overload
-def all_to_all(tensor: torch.Tensor, splits: None = None, async_op: Literal[False] = False) -> torch.Tensor: ...
 @overload
 def all_to_all(
-    tensor: torch.Tensor, splits: Sequence[int], async_op: Literal[False] = False
+    tensor: torch.Tensor, splits: None = None, async_op: Literal[False] = False, *, group: Group | None = None
+) -> torch.Tensor: ...
+@overload
+def all_to_all(
+    tensor: torch.Tensor, splits: Sequence[int], async_op: Literal[False] = False, *, group: Group | None = None
 ) -> tuple[torch.Tensor, list[int]]: ...
 @overload
-def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, *, async_op: Literal[True]) -> Work: ...
+def all_to_all(
+    tensor: torch.Tensor, splits: Sequence[int] | None = None, *, async_op: Literal[True], group: Group | None = None
+) -> Work: ...
 
 
-def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_op: bool = False) -> Any:
+def all_to_all(
+    tensor: torch.Tensor, splits: Sequence[int] | None = None, async_op: bool = False, *, group: Group | None = None
+) -> Any:
     """Send a slice of dimension 0 to every rank, and concatenate the received slices in rank order. Any dtype.
 
     Args:
         tensor: on the CPU or CUDA, at least 1-dim; only dimension 0 may differ between ranks.
         splits: number of rows for each rank, which add up to all rows; by default equal shares.
         async_op: return a `Work` at once.
+        group: of these ranks.
 
     Returns:
         The received rows; with `splits`, a tuple of these and of the number of rows from each rank, as in Horovod.
@@ -207,7 +242,7 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
         ValueError: `splits` does not fit. Otherwise what `all_reduce` raises.
     """
     check_dense(tensor)
-    world = default_world()
+    world = world_of(group)
     if tensor.dim() == 0 or not tensor.shape[1:].numel():
         raise ValueError(f"all_to_all splits dimension 0 into rows of at least one element, got {tuple(tensor.shape)}")
     num_rows = tensor.shape[0]
@@ -225,41 +260,47 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
         parts, counts = row_exchange.all_to_all(backend, tensor, shares, signature)
         return torch.cat(parts) if splits is None else (torch.cat(parts), counts)
 
-    return _dispatch("all_to_all", tensor, async_op, operation)
+    return _dispatch("all_to_all", world, tensor, async_op, operation)
 
 
-def barrier() -> None:
-    """Wait until all ranks have called `barrier`. Raises PlanMismatchError, PeerLostError and PeerTimeoutError."""
-    collectives_of(default_world()).barrier()
+def barrier(*, group: Group | None = None) -> None:
+    """Wait until all ranks of `group` have called `barrier`.
+
+    Raises PlanMismatchError, PeerLostError and PeerTimeoutError.
+    """
+    collectives_of(world_of(group)).barrier()
 
 
-def broadcast_object(obj: _T | None, src: int = 0) -> _T:
-    """The picklable `obj` of rank `src`, on every rank. The argument of other ranks is ignored.
+def broadcast_object(obj: _T | None, src: int = 0, *, group: Group | None = None) -> _T:
+    """The picklable `obj` of rank `src` of `group`, on every rank of it. The argument of other ranks is ignored.
 
     The bytes of rank `src` are unpickled, which can run code of its choosing: ranks trust each other.
     """
-    _check_rank(src)
-    world = default_world()
+    world = _world_with(src, group)
     data = broadcast_bytes(collectives_of(world), pickle.dumps(obj) if world.rank == src else None, src)
     return cast(_T, obj if world.rank == src else pickle.loads(data))
 
 
-def all_gather_object(obj: _T) -> list[_T]:
-    """The picklable `obj` of every rank, in rank order.
+def all_gather_object(obj: _T, *, group: Group | None = None) -> list[_T]:
+    """The picklable `obj` of every rank of `group`, in rank order.
 
     Their bytes are unpickled, which can run code that the sender chooses: ranks trust each other.
     """
-    world = default_world()
+    world = world_of(group)
     parts = collectives_of(world).all_gather_bytes(pickle.dumps(obj))
     return [obj if rank == world.rank else pickle.loads(part) for rank, part in enumerate(parts)]
 
 
 @run_eagerly
 def _dispatch(
-    what: str, tensor: torch.Tensor, async_op: bool, operation: Callable[..., torch.Tensor], *arguments: Any
+    what: str,
+    world: World,
+    tensor: torch.Tensor,
+    async_op: bool,
+    operation: Callable[..., torch.Tensor],
+    *arguments: Any,
 ) -> torch.Tensor | Work:
     """Run `operation(backend, *arguments)` on `tensor`, now or on the background thread."""
-    world = default_world()
     collectives, aside = collectives_of(world), None
     if (accelerator := accelerator_of(tensor.device)) is not None:
         devices = room("device collectives")
@@ -272,10 +313,14 @@ def _dispatch(
     return collectives.run(what, operation, *arguments)
 
 
-def _check_rank(src: int) -> None:
-    size = default_world().size
-    if not isinstance(src, int) or not 0 <= src < size:
-        raise ValueError(f"src must be a rank, 0 .. {size - 1}, got {src!r}")
+def _world_with(src: int, group: Group | None) -> World:
+    """The world of the group. Raises ValueError if it has no rank `src`."""
+    world = world_of(group)
+    if not isinstance(src, int) or not 0 <= src < world.size:
+        raise ValueError(
+            f"src must be a rank{' of the group' if world.members else ''}, 0 .. {world.size - 1}, got {src!r}"
+        )
+    return world
 
 
 def check_reducible(tensor: torch.Tensor, op: str, ops: Sequence[str] = ELEMENTWISE_OPS) -> None:

@@ -27,14 +27,16 @@ _LOOK_SECONDS: Final = 0.25  # between two looks at what ranks wait for that hav
 _opening: Final[defaultdict[tuple[int, ...], threading.Lock]] = defaultdict(threading.Lock)
 
 
-def members_of(group: Group, rank: int, size: int) -> tuple[int, ...]:
+def members_of(group: Group, rank: int, size: int, launcher: str) -> tuple[int, ...]:
     """The ranks of the group that has `rank`, which is one of `size`, in ascending order. Sends nothing.
 
     Raises:
         TypeError: `group` is something else.
-        ValueError: the rank is in no group, lists overlap or name ranks that are not there, or a mesh has several
-            dimensions.
+        ValueError: the rank is in no group, lists overlap or name ranks that are not there, a mesh has several
+            dimensions, or the job is elastic.
     """
+    if launcher == ELASTIC:
+        raise ValueError("group does not work in an elastic job: its ranks change, and groups are lists of ranks")
     if isinstance(group, Sequence) and not isinstance(group, str):
         return _of_lists(group, rank, size)
     device_mesh = sys.modules.get("torch.distributed.device_mesh")  # which has been imported if there is a mesh
@@ -82,13 +84,11 @@ def open_group(job: World, group: Group) -> World:
     """The world of this rank's group, opened now if it is not open. Collective then, over the ranks of the group.
 
     Raises:
-        ValueError: see `members_of`; in an elastic job, whose ranks change.
+        ValueError: see `members_of`.
         TopologyError: ranks open groups in different orders, and wait for each other.
         RingError: the world of the job is broken, or a rank of the group died or did not come.
     """
-    if job.launcher == ELASTIC:
-        raise ValueError("group does not work in an elastic job: its ranks change, and groups are lists of ranks")
-    members = members_of(group, job.rank, job.size)
+    members = members_of(group, job.rank, job.size, job.launcher)
     if len(members) == job.size:
         return job
     with _opening[members]:

@@ -22,7 +22,7 @@ from torchring.accelerators import accelerator_of
 from torchring.allreduce.select import Algorithm, Overlap
 from torchring.collectives.service import Join, internal_collectives_of
 from torchring.connection import ConnectedOptimizer, no_model
-from torchring.default_world import rank, size
+from torchring.default_world import members_of
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
 from torchring.gradients.contract import Stats
@@ -140,7 +140,7 @@ class DistributedOptimizer(ConnectedOptimizer):
     def __init__(self, optimizer: Optimizer, model: torch.nn.Module | None = None, **options: Any) -> None:
         group = options.pop("group", None)
         if group is not None:  # which may be of another process, after pickling
-            self._group = [room("groups").members_of(group, rank(), size())]
+            self._group = [members_of(group)]
         world = self._find_world()
         world.shared(Join).refuse("wrap()")
         options["noise_scale"] = options.get("noise_scale", False) or bool(os.environ.get("TORCHRING_TRACE"))
