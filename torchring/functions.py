@@ -188,8 +188,8 @@ def reduce_scatter(
 ) -> torch.Tensor | Work:
     """Combine `tensor` over all ranks, and return this rank's share of dimension 0.
 
-    If dimension 0 is not a multiple of size(group), the first ranks get one row more, as in Horovod. Values are combined
-    in rank order, 16-bit values in fp32.
+    If dimension 0 is not a multiple of size(group), the first ranks get one row more, as in Horovod. Values are
+    combined in rank order, 16-bit values in fp32.
 
     Args:
         tensor: as for `all_reduce`, but at least 1-dim. It does not change.

@@ -39,20 +39,21 @@ def members_of(group: Group, rank: int, size: int, launcher: str) -> tuple[int, 
         raise ValueError("group does not work in an elastic job: its ranks change, and groups are lists of ranks")
     if isinstance(group, Sequence) and not isinstance(group, str):
         return _of_lists(group, rank, size)
+    found: Any = group  # -100 if it has not this rank
     device_mesh = sys.modules.get("torch.distributed.device_mesh")  # which has been imported if there is a mesh
-    if device_mesh is not None and isinstance(group, device_mesh.DeviceMesh):
-        if group.ndim != 1:
-            names = group.mesh_dim_names or tuple(range(group.ndim))
-            raise ValueError(
-                f"group is a mesh of {group.ndim} dimensions, {', '.join(map(str, names))}; pass the one over which "
-                f"gradients are averaged, as mesh[{names[0]!r}], or several as one: mesh[{names[:2]!r}]._flatten()"
-            )
-        ranks = [] if group.get_coordinate() is None else dist.get_process_group_ranks(group.get_group())
-    elif isinstance(group, dist.ProcessGroup):
-        ranks = dist.get_process_group_ranks(group)
-    elif group == dist.GroupMember.NON_GROUP_MEMBER:
-        ranks = []
-    else:
+    try:
+        if device_mesh is not None and isinstance(group, device_mesh.DeviceMesh):
+            if group.ndim != 1:
+                names = group.mesh_dim_names or tuple(range(group.ndim))
+                raise ValueError(
+                    f"group is a mesh of {group.ndim} dimensions, {', '.join(map(str, names))}; pass the one over "
+                    f"which ranks reduce, as mesh[{names[0]!r}], or several as one: mesh[{names[:2]!r}]._flatten()"
+                )
+            found = dist.GroupMember.NON_GROUP_MEMBER if group.get_coordinate() is None else group.get_group()
+        ranks = dist.get_process_group_ranks(found) if isinstance(found, dist.ProcessGroup) else []
+    except (KeyError, RuntimeError) as error:
+        raise ValueError("the process group of group was destroyed; make another, or pass lists of ranks") from error
+    if not ranks and found is not dist.GroupMember.NON_GROUP_MEMBER:
         raise TypeError(
             "group must be a torch.distributed.ProcessGroup, a DeviceMesh of one dimension, or lists of ranks such as "
             f"[[0, 1], [2, 3]], got {type(group).__name__}"
