@@ -8,8 +8,6 @@ meet again, while one joins. In the end, and for each step: replicas are equal b
 the parameters are those of one process, and no worker has grown with the number of changes.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -5,8 +5,6 @@ size for a few epochs. In the end, all of them have what one process has that tr
 torchring: parameters, and the scale of a GradScaler.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

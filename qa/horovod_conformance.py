@@ -12,8 +12,6 @@ torch.optim.Muon is hidden from tests that try all optimizers: Muon refuses para
 library reduces them.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

@@ -5,8 +5,6 @@ ranks, from it the gradient of the mean over what counts, and the mean of the
 buffers of those ranks that take part.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

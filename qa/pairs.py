@@ -6,8 +6,6 @@ training on ranks and in one process. `REFUSED` says what torchring refuses, and
 pairs cannot meet, or have no result that is right, and why. `elastic_pairs.py` has the same for elastic jobs.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ Elastic jobs take half a minute, or a sixth of the time. `pairs.py` and `elastic
 wrong is shrunk, printed and ends the run with exit code 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Adasum: weights against the tree of the definition, in float64; `all_reduce` in shared memory and between hosts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 python -m tests.test_api      writes api.txt anew; look at the differences
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

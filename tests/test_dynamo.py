@@ -4,8 +4,6 @@ And a model that is compiled as a whole: it trains right, and the report says th
 torchring's backend its gradients arrive layer by layer.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import warnings

@@ -1,7 +1,5 @@
 """What a RingError says and carries, and that it survives pickling."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Optimizer state on its way to the other ranks, and to and from a distributed checkpoint."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,8 +1,6 @@
 """An operation between ranks that an exception ends at any point: right results or an error that names the rank, on all
 ranks, until they meet again."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import random

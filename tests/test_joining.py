@@ -1,7 +1,5 @@
 """`torchring.join`: ranks with different numbers of batches train as one process with all of them, and end alike."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

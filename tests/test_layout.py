@@ -1,7 +1,5 @@
 """Imports go one way through the house, and the house has the rooms that it should have."""
 
-from __future__ import annotations
-
 import ast
 import collections
 import functools

@@ -1,7 +1,5 @@
 """`metrics()` on its way to TensorBoard, MLflow and Prometheus."""
 
-from __future__ import annotations
-
 import re
 import sys
 import types

@@ -1,7 +1,5 @@
 """SyncBatchNorm: what one process computes on the batches of all ranks, forward and backward; and what cannot be."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -1,7 +1,5 @@
 """What gets installed: built without a network from a copy of the checkout, and used away from it."""
 
-from __future__ import annotations
-
 import configparser
 import os
 import re

@@ -1,7 +1,5 @@
 """Where ranks run: topologies of machines that tests invent, and what ranks get of them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The oldest PyTorch that torchring works with, and what is said below it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Files in folders where another user has made a link, a FIFO or a folder before."""
 
-from __future__ import annotations
-
 import ast
 import logging
 import os

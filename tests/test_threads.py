@@ -1,7 +1,5 @@
 """One thread that does things in order, and ends when it is told to."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from concurrent.futures import CancelledError

@@ -6,8 +6,6 @@ Prints PASS or FAIL for each figure as it comes. The exit code is the number of 
 an error counts as one, and the next topic follows.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import traceback

@@ -4,8 +4,6 @@ The loop trains on the batches that the ranks have seen. For 16 bits it also tak
 the distance between these two is the rounding's own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import tempfile

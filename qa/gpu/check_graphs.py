@@ -1,7 +1,5 @@
 """Figures: compiled models and CUDA graphs on two ranks that share the GPU, against a plain loop on all batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock

@@ -1,7 +1,5 @@
 """Figures: the host's time and its calls of CUDA for a bucket, a step and small parameters. See `qa.gpu.check`."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Ranks are streams of one process. Processes that share a GPU take turns in time 
 GPU at once, as they are on GPUs of their own.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

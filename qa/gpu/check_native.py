@@ -3,8 +3,6 @@
 It runs in a process of its own, because abort, exit and what they print are looked at, too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

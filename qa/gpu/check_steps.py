@@ -1,7 +1,5 @@
 """Figures: a training step of one rank against DDP over NCCL. See `qa.gpu.check`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from qa.gpu.check import Figure

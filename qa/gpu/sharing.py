@@ -1,7 +1,5 @@
 """Jobs of two ranks that share the GPU, whose rank 0 has figures. See `qa.gpu.check`."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import sys

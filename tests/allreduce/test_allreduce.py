@@ -1,8 +1,6 @@
 """One contract (`torchring/allreduce/contract.py`), and all all-reduces: direct, native over Gloo, hierarchical with
 even and uneven hosts."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import time

@@ -1,7 +1,5 @@
 """Ranks die, stop, leave, raise and are interrupted: every other rank says who it was, soon, and nothing is left."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 No benchmark is timed here. A wrong result ends a benchmark, and no process outlives one.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess

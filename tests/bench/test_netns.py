@@ -1,7 +1,5 @@
 """Namespaces that stand in for hosts: they are apart, joined at the rate that was asked for, and leave nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

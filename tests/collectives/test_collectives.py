@@ -1,7 +1,5 @@
 """The script's collectives, through shared memory and, where ranks have none, through Gloo."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

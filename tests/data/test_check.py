@@ -1,7 +1,5 @@
 """`torchring.data.check` finds samples that are missing, repeated or shared between ranks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

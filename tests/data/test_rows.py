@@ -1,7 +1,5 @@
 """`torchring.data.RowGroups`: no row lost, none twice, over ranks, workers, epochs and changes of ranks."""
 
-from __future__ import annotations
-
 import bisect
 import functools
 import random

@@ -1,7 +1,5 @@
 """`torchring.data.Sampler` and `shard`: each sample of an epoch once, wherever training stops and on any ranks."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

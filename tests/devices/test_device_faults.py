@@ -1,7 +1,5 @@
 """Ranks that die, stop and raise while others wait for them on a (fake) device: see test_on_device.py."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -3,8 +3,6 @@
 TORCHRING_EXPECT_GPU=1 python -m pytest -m gpu
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -1,7 +1,5 @@
 """A real GPU, which two ranks share: ranks that fail, memory that they leave, and settings of CUDA."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -3,8 +3,6 @@
 What a scenario returns is the same on all ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """What `wrap` finds out before it trusts an algorithm on a device, and how ranks get out of what does not work."""
 
-from __future__ import annotations
-
 import functools
 import time
 from contextlib import nullcontext

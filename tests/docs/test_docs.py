@@ -1,7 +1,5 @@
 """README.md and docs/: their code runs, their commands parse, their tables are complete, their links lead somewhere."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import inspect

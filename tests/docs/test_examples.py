@@ -1,7 +1,5 @@
 """Every example, run as a user would run it: what it prints, how it ends, and who prints."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -3,8 +3,6 @@
 python -m tests.doctor.test_doctor      writes golden.txt anew; look at the differences
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

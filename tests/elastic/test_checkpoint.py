@@ -1,7 +1,5 @@
 """Checkpoints: whole or not there, whatever happens to the writer, the disk or the file."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import multiprocessing

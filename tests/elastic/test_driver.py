@@ -1,8 +1,6 @@
 """The driver of an elastic job: what it decides, with a clock of the test's, and what it does, with workers that only
 speak its protocol."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

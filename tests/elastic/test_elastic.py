@@ -1,7 +1,5 @@
 """Elastic training: ranks that are lost, come, leave and fail, and what the others have after that."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

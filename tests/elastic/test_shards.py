@@ -3,8 +3,6 @@
 A rank that leaves politely takes nothing along.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

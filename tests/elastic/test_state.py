@@ -1,8 +1,6 @@
 """What a State accepts, and what it says about the rest; and that after `commit()` an exception at any point of an
 iteration is as if nothing had been."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import re

@@ -1,8 +1,6 @@
 """A reduction that stops half way on one rank, by Ctrl-C, an error or shutdown(): nobody trains on what it left behind,
 and ranks of other hosts hear of it as fast as those of the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The end of the outermost backward is noticed exactly once, however backward is nested or ends."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What becomes of gradients in reductions, on ranks that take turns in one process."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterator

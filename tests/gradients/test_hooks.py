@@ -3,8 +3,6 @@
 Gradients are exact: the loss is linear in the parameters, and inputs are small integers, different on every rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """Buckets leave in plan order, whatever order hooks fire in; what goes wrong on the way comes out with its place."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan is data: who shares a bucket, in which order, where; and what ranks must agree on beforehand."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The way of a gradient is as the documents list it, and short: seen in one backward of two ranks."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

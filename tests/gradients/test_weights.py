@@ -1,7 +1,5 @@
 """`weigh` and `skip`: gradients are those of the mean over all samples, whatever the ranks' shares are."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Sequence

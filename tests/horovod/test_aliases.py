@@ -1,7 +1,5 @@
 """`import horovod.torch` finds torchring, in a script and in every Python process that the script starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Horovod's collectives: results against plain arithmetic, names, errors on all ranks, joins, process sets."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """torchring.horovod.elastic: what a commit keeps, when training starts again, and how samples are shared out."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

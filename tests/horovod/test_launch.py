@@ -1,7 +1,5 @@
 """Horovod's variables and options: settings, horovodrun's command line, run(func), what its launchers set."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

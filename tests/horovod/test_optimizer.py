@@ -1,7 +1,5 @@
 """hvd.DistributedOptimizer: trains as one process with all batches, whatever ritual a script follows."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """`torchring run` on several hosts, and the reaper of its processes: who is started where, and that nothing is left."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """`torchring` as a command: what ranks of `torchring run` are told, wrong command lines, and `torchring bench`."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The command line of `torchring run`, with horovodrun's options and those of elastic jobs: what would be started."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Whole lines from many processes. Ranks here are descriptors that the test writes to."""
 
-from __future__ import annotations
-
 import os
 import select
 import subprocess

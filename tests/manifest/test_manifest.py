@@ -1,7 +1,5 @@
 """`torchring manifest`: what a job file may say, and the files that are written."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

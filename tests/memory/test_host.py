@@ -1,7 +1,5 @@
 """Shared memory between ranks: who gets in, who stays out, what is left behind (nothing)."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import encodings.idna  # noqa: F401  # for the rank that becomes another user, who may not read Python's files

@@ -1,7 +1,5 @@
 """POSIX semaphores in shared memory: counting, sleeping, order between processes."""
 
-from __future__ import annotations
-
 import mmap
 import signal
 import threading

@@ -1,7 +1,5 @@
 """What a rank writes down comes back from its file, or an error says what is wrong with the file."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank that waits for long says who is missing, where that rank is, and since when."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

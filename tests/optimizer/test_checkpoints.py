@@ -1,7 +1,5 @@
 """A training that is saved by two ranks goes on with three, as if one process had trained all along."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Final
 

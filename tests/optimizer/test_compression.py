@@ -3,8 +3,6 @@
 Bounds against the float64 mean · nothing overflows whose mean fits · small and large tensors · accumulation, GradScaler
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any, Final
 

@@ -3,8 +3,6 @@
 For what it computes see test_semantics.py.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

@@ -4,8 +4,6 @@ get an error, too. And `on_nonfinite`: what becomes of a step with a NaN.
 Arguments of wrap, on all ranks or on one · ranks with different models and options
 """
 
-from __future__ import annotations
-
 import re
 import time
 import warnings

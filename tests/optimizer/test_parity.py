@@ -3,8 +3,6 @@
 2 ranks: bit for bit. 3 ranks: every gradient is within 4 roundings of the float64 mean of what the ranks computed.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import time

@@ -5,8 +5,6 @@ parameters, and whatever else they return, are compared with those of one proces
 bit for bit. For how all pairs of features go together see `qa/pairs.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

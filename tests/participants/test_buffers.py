@@ -1,7 +1,5 @@
 """`sync_buffers`: what forward does to the buffers of a model is made equal on all ranks, after the step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

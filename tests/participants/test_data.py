@@ -1,7 +1,5 @@
 """Mistakes in how ranks read their data are found within 20 steps, and loaders that are right are not accused."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import warnings

@@ -1,7 +1,5 @@
 """The digest by which ranks compare tensors: any flipped bit changes it, on the host and on a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

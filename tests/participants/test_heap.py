@@ -1,7 +1,5 @@
 """Freed gradients stay with the process: counted in page faults, in processes that have freed none yet."""
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

@@ -1,7 +1,5 @@
 """The gradient noise scale is that of a literal re-computation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

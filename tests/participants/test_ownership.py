@@ -4,8 +4,6 @@ DDP or FSDP around a parameter that torchring reduces is an error, whichever cam
 parameters that no wrapped optimizer has see optimizer/test_mistakes.py.
 """
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable

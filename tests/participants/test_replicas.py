@@ -3,8 +3,6 @@
 For what changes them, and what optimizers must have in common, see optimizer/test_mistakes.py.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@
 Bodies run on both ranks one after the other, in a folder of the job's. Behind one that fails, none is run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """`torchring.accelerate` trains as Accelerate does with DistributedDataParallel, in scripts that stay as they are."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

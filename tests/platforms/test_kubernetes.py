@@ -1,7 +1,5 @@
 """What `torchring manifest kubernetes` writes: objects of the published schemas, whose pods find each other."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

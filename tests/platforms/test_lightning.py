@@ -1,7 +1,5 @@
 """torchring.lightning with the real Lightning: what a Trainer does with it, and with its own DDP, in the same job."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -1,7 +1,5 @@
 """torchring on a Slurm cluster of two nodes: what a user starts there, and what the loss of a node or a task does."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

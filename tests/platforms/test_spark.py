@@ -1,7 +1,5 @@
 """torchring.spark on a Spark whose executors are processes of their own, with a GPU each as far as Spark knows."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

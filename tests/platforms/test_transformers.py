@@ -1,7 +1,5 @@
 """`torchring.transformers` trains as the Trainer does with DDP, and as one process that has all of the data."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """Twenty seconds of `make chaos`. Its module says what happens, and what is looked at."""
 
-from __future__ import annotations
-
 import pytest
 
 from qa.chaos import run

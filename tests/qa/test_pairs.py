@@ -1,7 +1,5 @@
 """A part of all pairs in each run: `make soak` trains the rest, in other combinations each time. See `pairs.py`."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """LARS and LAMB against their papers' formulas in fp64, alone, wrapped and sharded."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Iterable

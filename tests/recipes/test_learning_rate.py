@@ -1,7 +1,5 @@
 """Learning rates against literal formulas."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Means over all samples of all ranks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 python -m tests.report.test_command      writes exports.txt anew; look at the differences
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import tempfile

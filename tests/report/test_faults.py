@@ -1,7 +1,5 @@
 """Faults that are put into real jobs: the first sentence of the report finds each of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

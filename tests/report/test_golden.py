@@ -3,8 +3,6 @@
 python -m tests.report.test_golden      writes golden.txt anew; look at the differences, number by number
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Traces of all ranks are put on one clock. What is missing is said, and the rest is used."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

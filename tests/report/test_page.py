@@ -1,7 +1,5 @@
 """report.html: what it says and shows, and that it can be trusted with any text."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Predictions: formulas against worked examples, and a trace of two ranks against a simulation of more."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`torchring top` shows what live files say, and ends when the job has ended."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """Checkpoints of a sharded optimizer are ordinary: any number of ranks, and a plain optimizer, go on from them."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

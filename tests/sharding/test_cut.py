@@ -1,7 +1,5 @@
 """Which rank steps which elements, and which optimizers can be cut at all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 TORCHRING_EXPECT_GPU=1 python -m pytest -m gpu tests/sharding
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

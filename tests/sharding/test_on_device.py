@@ -1,7 +1,5 @@
 """Sharded steps on a fake device, whose streams are as late as allowed, in kernels that are interpreted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """What scripts do with a sharded optimizer beside steps: it works as without shard, or is refused by name."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

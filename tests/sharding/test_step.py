@@ -1,7 +1,5 @@
 """A sharded optimizer trains as the same optimizer does without shard: bit for bit, on any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

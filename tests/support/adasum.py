@@ -1,7 +1,5 @@
 """Adasum by its definition, pair by pair in float64: an answer that knows nothing of matrices of scalar products."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

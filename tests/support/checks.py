@@ -1,7 +1,5 @@
 """Inputs whose sums are exact, and comparisons that say where two results differ."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence

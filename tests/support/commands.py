@@ -1,7 +1,5 @@
 """Commands in sessions of their own, of which nothing stays."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

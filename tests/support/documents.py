@@ -1,7 +1,5 @@
 """What README.md and the pages in docs/ hold: blocks of code, tables, links."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A GPU that is not here: Triton compiles for it, and what was to be launched is noted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

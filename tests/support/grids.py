@@ -1,7 +1,5 @@
 """Grids of parameters: `make test-all` runs every point, `make test` those that a fault in any one axis would reach."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ calls a function that is no kernel: that is half of the time that a small kernel
 process nothing but kernels uses these names.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import types

@@ -1,7 +1,5 @@
 """Ranks for `direct` and `ring`: real processes if the kernels are interpreted, streams of one GPU on CUDA."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

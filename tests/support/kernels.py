@@ -1,7 +1,5 @@
 """What the kernels' tests run on, and how values are rounded there: see kernels/test_interpreter.py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

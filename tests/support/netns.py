@@ -8,8 +8,6 @@ and the search for leftovers are the harness's. Ranks may be given the network, 
 they do so in a known place of the training.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -10,8 +10,6 @@ threads do not come to, a result that is not the same for all threads, an operan
 written (results may share registers with operands), and a memory access that the constraints do not admit.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence

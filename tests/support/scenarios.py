@@ -8,8 +8,6 @@
 Each scenario starts a world of its own, in 0.1 s, where an interpreter that has read TRITON_INTERPRET=1 takes 4.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import traceback

@@ -4,8 +4,6 @@ Unused parameters · several backwards · op="sum" · tied, mixed, strided, comp
 · checkpointing, retain_graph, double backward · exceptions · layers used in another order
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Every check passes what is right (positive control) and fails what is wrong (negative control)."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

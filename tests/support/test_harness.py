@@ -1,7 +1,5 @@
 """The harness must fail when a rank fails: each test here breaks something on purpose."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -3,8 +3,6 @@
 In fp64 the two must agree to 1e-9, and the ranks among each other bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

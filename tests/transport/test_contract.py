@@ -3,8 +3,6 @@
 Bodies are functions of the module, so that ranks of an MPI job can run them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Training between hosts: right results on any layout; cut cables and dead hosts end in an error that names them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,8 +1,6 @@
 """What launchers say, and how the ranks meet that they start: torchrun, mpirun, srun, Kubernetes; and who would train
 alone without knowing it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

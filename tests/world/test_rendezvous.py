@@ -1,7 +1,5 @@
 """The store with deadlines and names."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -3,8 +3,6 @@
 `memory/test_host.py` has more on the hand-over: seals, and ranks of two users in one world.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Joining and leaving: sizes, hosts, other people's process groups, ranks that do not come, again and again."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import math

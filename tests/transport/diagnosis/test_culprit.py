@@ -1,7 +1,5 @@
 """Who is named when a transfer fails: also this rank itself, where the others waited for it."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import threading
