@@ -10,17 +10,7 @@ import pytest
 import torch
 
 from torchring.collectives.signature import fingerprint, first_difference
-from torchring.gradients.plan import (
-    ALIGNMENT_BYTES,
-    BucketPlan,
-    ParameterSpec,
-    Plan,
-    Slot,
-    build_plan,
-    default_bucket_mb,
-    describe,
-    wire_dtype,
-)
+from torchring.gradients import plan as plans
 
 CPU = torch.device("cpu")
 
@@ -32,20 +22,20 @@ def spec(
     device: torch.device = CPU,
     stride: tuple[int, ...] | None = None,
     is_sparse: bool = False,
-) -> ParameterSpec:
+) -> plans.ParameterSpec:
     strides = torch.empty(shape, device="meta").stride() if stride is None else stride
-    return ParameterSpec(name, shape, strides, dtype, device, is_sparse)
+    return plans.ParameterSpec(name, shape, strides, dtype, device, is_sparse)
 
 
-def spec_of(tensor: torch.Tensor) -> ParameterSpec:
-    return ParameterSpec("p", tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+def spec_of(tensor: torch.Tensor) -> plans.ParameterSpec:
+    return plans.ParameterSpec("p", tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 
-def fp32(*numels: int) -> list[ParameterSpec]:
+def fp32(*numels: int) -> list[plans.ParameterSpec]:
     return [spec(f"p{i}", numel) for i, numel in enumerate(numels)]
 
 
-def parameters_of(plan: Plan) -> list[list[int]]:
+def parameters_of(plan: plans.Plan) -> list[list[int]]:
     return [[slot.parameter for slot in bucket.slots] for bucket in plan.buckets]
 
 
@@ -53,10 +43,10 @@ def parameters_of(plan: Plan) -> list[list[int]]:
 
 
 def test_worked_example() -> None:
-    plan = build_plan(fp32(4, 2, 3), bucket_bytes=16)
+    plan = plans.build_plan(fp32(4, 2, 3), bucket_bytes=16)
     assert plan.buckets == (
-        BucketPlan(0, torch.float32, torch.float32, (Slot(2, 0, 3), Slot(1, 16, 2)), numel=32),
-        BucketPlan(1, torch.float32, torch.float32, (Slot(0, 0, 4),), numel=16),
+        plans.BucketPlan(0, torch.float32, torch.float32, (plans.Slot(2, 0, 3), plans.Slot(1, 16, 2)), numel=32),
+        plans.BucketPlan(1, torch.float32, torch.float32, (plans.Slot(0, 0, 4),), numel=16),
     )
     assert [bucket.num_bytes for bucket in plan.buckets] == [128, 64]
     assert plan.num_bytes == 192
@@ -81,17 +71,17 @@ def test_worked_example() -> None:
     ],
 )
 def test_caps_are_soft(numels: tuple[int, ...], options: dict[str, Any], expected: list[list[int]]) -> None:
-    assert parameters_of(build_plan(fp32(*numels), **options)) == expected
+    assert parameters_of(plans.build_plan(fp32(*numels), **options)) == expected
 
 
 def test_little_is_ready_last() -> None:
     specs = [spec(str(i), 1 << 18) for i in range(8)]  # 1 MiB each
     for last, expected in ((None, 6), (4 << 20, 3), (1 << 20, 0), (0, 0), (99 << 20, 6)):
-        *_, end = parameters_of(build_plan(specs, bucket_bytes=99 << 20, last_bucket_bytes=last))
+        *_, end = parameters_of(plans.build_plan(specs, bucket_bytes=99 << 20, last_bucket_bytes=last))
         assert (end[0], end[-1]) == (expected, 0), last
     # of two dtypes, in the bucket of the parameter that is ready last
     mixed = [spec("a", 4), spec("b", 4, dtype=torch.float64), spec("c", 4), spec("d", 4)]
-    assert parameters_of(build_plan(mixed, bucket_bytes=64, first_bucket_bytes=64, last_bucket_bytes=0)) == [
+    assert parameters_of(plans.build_plan(mixed, bucket_bytes=64, first_bucket_bytes=64, last_bucket_bytes=0)) == [
         [3, 2],
         [1],
         [0],
@@ -99,7 +89,7 @@ def test_little_is_ready_last() -> None:
 
 
 def test_given_order_of_some() -> None:
-    some = build_plan(fp32(*[1] * 6), bucket_bytes=8, order=[5, 4, 3], first_index=7)
+    some = plans.build_plan(fp32(*[1] * 6), bucket_bytes=8, order=[5, 4, 3], first_index=7)
     assert [(bucket.index, [slot.parameter for slot in bucket.slots]) for bucket in some.buckets] == [
         (7, [5, 4]),
         (8, [3]),
@@ -119,10 +109,10 @@ def test_given_order_of_some() -> None:
 def test_compression_narrows_and_never_widens(
     dtype: torch.dtype, compression: str | None, expected: torch.dtype
 ) -> None:
-    assert wire_dtype(dtype, compression) == expected
+    assert plans.wire_dtype(dtype, compression) == expected
 
 
-def check_layout(plan: Plan, specs: Sequence[ParameterSpec], compression: str | None = None) -> None:
+def check_layout(plan: plans.Plan, specs: Sequence[plans.ParameterSpec], compression: str | None = None) -> None:
     """Every dense parameter is in one slot, of a bucket of its kind; slots are aligned, side by side, in the buffer."""
     counts = Counter(slot.parameter for bucket in plan.buckets for slot in bucket.slots)
     assert counts == Counter(i for i, s in enumerate(specs) if not s.is_sparse)
@@ -130,8 +120,8 @@ def check_layout(plan: Plan, specs: Sequence[ParameterSpec], compression: str | 
     for bucket in plan.buckets:
         own = [specs[slot.parameter] for slot in bucket.slots]
         assert {(bucket.dtype, own[0].device)} == {(each.dtype, each.device) for each in own}
-        assert bucket.wire_dtype == wire_dtype(bucket.dtype, compression)
-        line, end = ALIGNMENT_BYTES // bucket.wire_dtype.itemsize, 0
+        assert bucket.wire_dtype == plans.wire_dtype(bucket.dtype, compression)
+        line, end = plans.ALIGNMENT_BYTES // bucket.wire_dtype.itemsize, 0
         for slot, each in zip(bucket.slots, own, strict=True):
             assert (slot.offset, slot.numel) == (end, each.numel)
             end += -(-slot.numel // line) * line
@@ -156,7 +146,9 @@ def test_random_plans() -> None:
         order = rng.sample(range(len(specs)), len(specs)) if rng.random() < 0.7 else None
         cap, first_cap = rng.choice([0, 1, 64, 1000, 10**6]), rng.choice([0, 100, 10**6])
         compression = rng.choice([None, "fp16", "bf16"])
-        plan = build_plan(specs, bucket_bytes=cap, first_bucket_bytes=first_cap, compression=compression, order=order)
+        plan = plans.build_plan(
+            specs, bucket_bytes=cap, first_bucket_bytes=first_cap, compression=compression, order=order
+        )
         check_layout(plan, specs, compression)
 
         ready = order or [*reversed(range(len(specs)))]
@@ -175,11 +167,11 @@ def test_random_plans() -> None:
 
 def test_the_check_of_plans_can_fail() -> None:
     specs = fp32(4, 4)
-    (bucket,) = build_plan(specs, bucket_bytes=1000).buckets
+    (bucket,) = plans.build_plan(specs, bucket_bytes=1000).buckets
     for wrong in ({"offset": 0}, {"parameter": 1}, {"offset": 32}):  # overlapping, twice, outside
         slots = bucket.slots[0], replace(bucket.slots[1], **wrong)
         with pytest.raises(AssertionError):
-            check_layout(Plan((replace(bucket, slots=slots),)), specs)
+            check_layout(plans.Plan((replace(bucket, slots=slots),)), specs)
 
 
 # is_dense
@@ -223,7 +215,7 @@ def test_what_ranks_compare() -> None:
     }
     assert [spec_of(tensor).describe() for tensor in tensors.values()] == [*tensors]
     specs = [spec("a", 3, is_sparse=True), spec("b", 4, device=torch.device("cuda", 1))]
-    assert describe(specs, "op='mean'") == [
+    assert plans.describe(specs, "op='mean'") == [
         "options: op='mean'",
         "parameter 0: a (3,) float32 sparse",
         "parameter 1: b (4,) float32 on cuda",
@@ -266,4 +258,4 @@ def test_first_difference() -> None:
     ],
 )
 def test_how_large_buckets_are(hosts: list[int], algorithm: str, on_device: bool, expected: float) -> None:
-    assert default_bucket_mb(sum(hosts), len(hosts), algorithm, on_device=on_device) == expected
+    assert plans.default_bucket_mb(sum(hosts), len(hosts), algorithm, on_device=on_device) == expected

@@ -21,29 +21,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import torchring
+from tests.support import scripts
 from tests.support.checks import assert_same_on_all_ranks, assert_within_rounding, digest
 from tests.support.harness import run_pooled
-from tests.support.scripts import (
-    KINDS,
-    ORDERS,
-    USAGE,
-    Branches,
-    Raises,
-    Sam,
-    accumulating,
-    amp,
-    branches,
-    checkpointed,
-    failing,
-    frozen,
-    graph_games,
-    keeping,
-    mixed,
-    of_kind,
-    ordered,
-    sparse_words,
-    summed,
-)
 from tests.support.training import (
     Side,
     assert_as_one_process,
@@ -62,7 +42,7 @@ from tests.support.training import (
 
 def _owned(side: Side, how: str, usage: str, options: dict[str, Any]) -> Sequence[Any]:
     """The script zeroes and reads gradients through tensors of its own. `.grad` is None in the first step at most."""
-    model = Branches()
+    model = scripts.Branches()
     model.heads[2].requires_grad_(usage != "unfrozen")
     optimizer = side.wrap(momentum(model), model, **options)
     parameters = list(model.parameters())
@@ -74,7 +54,7 @@ def _owned(side: Side, how: str, usage: str, options: dict[str, Any]) -> Sequenc
         elif how == "other memory":
             p.grad = torch.zeros_like(p)
             p.grad.data = piece
-    uses = USAGE.get(usage, lambda rank, step: [0, 1, 2] if rank or step else [2, 1, 0])
+    uses = scripts.USAGE.get(usage, lambda rank, step: [0, 1, 2] if rank or step else [2, 1, 0])
     seen: list[Any] = []
     for step in range(8):
 
@@ -86,7 +66,7 @@ def _owned(side: Side, how: str, usage: str, options: dict[str, Any]) -> Sequenc
             model.heads[2].requires_grad_(usage != "frozen")
         if usage == "failing" and step in (0, 2, 5):
             with pytest.raises(ArithmeticError):
-                Raises.apply(model.heads[step % 3](torch.ones(6).double())).sum().backward()
+                scripts.Raises.apply(model.heads[step % 3](torch.ones(6).double())).sum().backward()
         if how != "cached" or step:
             torch._foreach_zero_(owned)
         ranks = [rank for rank in side.mine if usage != "skipped" or step < 5 or (step == 5 and rank == 0)]
@@ -210,7 +190,7 @@ def _sam(side: Side, how: str) -> list[Any]:
     Parameters that each rank has moved its own way are no replicas until they are put back.
     """
     model = nn.Sequential(small_model(), nn.BatchNorm1d(2, affine=False).double())
-    optimizer = side.wrap(Sam(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)), model)
+    optimizer = side.wrap(scripts.Sam(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)), model)
     ascents = [(rank,) for rank in side.mine] if how == "own" else [side.mine]
     problem = ""
     for step in range(3):
@@ -582,9 +562,11 @@ _NATIVE_THREAD: Final[dict[str, Any]] = {"algorithm": "native", "overlap": "thre
 # By what they are about, and by name: a script and its arguments.
 CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
     "unused parameters": {
-        **{f"{usage}, {none}": (branches, usage, none, {}) for usage in USAGE for none in (True, False)},
-        "on a thread": (branches, "other sets each step", True, _THREAD),
-        "native": (branches, "other sets each step", True, _NATIVE),
+        **{
+            f"{usage}, {none}": (scripts.branches, usage, none, {}) for usage in scripts.USAGE for none in (True, False)
+        },
+        "on a thread": (scripts.branches, "other sets each step", True, _THREAD),
+        "native": (scripts.branches, "other sets each step", True, _NATIVE),
     },
     "gradients of the script": {
         "slices of one tensor": (_owned, "slices", "all", {}),
@@ -596,28 +578,28 @@ CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "other memory": (_owned, "other memory", "skipped", {}),
         "other memory, frozen": (_owned, "other memory", "frozen", {}),
         "torchring's, cached": (_owned, "cached", "failing", {}),
-        "kept over zero_grad": (keeping, "the gradient"),
-        "kept, detached": (keeping, "detached"),
+        "kept over zero_grad": (scripts.keeping, "the gradient"),
+        "kept, detached": (scripts.keeping, "detached"),
         "with other strides": (_restrided,),
     },
     "several backwards": {
-        how: (accumulating, how)
+        how: (scripts.accumulating, how)
         for how in (
             *("two backwards", "two backwards, zeroed in place", "no_sync", "synchronize", "accumulate"),
             *("accumulate, two are left", "accumulate, two are dropped", "accumulate in no_sync"),
         )
     },
     "kinds of parameters": {
-        **{kind: (of_kind, kind, {}) for kind in KINDS},
-        "tied, one bucket": (of_kind, "tied", {"bucket_mb": 25.0}),
-        "tied, native, on a thread": (of_kind, "tied", _NATIVE_THREAD),
+        **{kind: (scripts.of_kind, kind, {}) for kind in scripts.KINDS},
+        "tied, one bucket": (scripts.of_kind, "tied", {"bucket_mb": 25.0}),
+        "tied, native, on a thread": (scripts.of_kind, "tied", _NATIVE_THREAD),
         **{
-            f"sparse {sparse}, {none}": (sparse_words, sparse, none)
+            f"sparse {sparse}, {none}": (scripts.sparse_words, sparse, none)
             for sparse in (True, False)
             for none in (True, False)
         },
-        **{f"freezing {plan}": (frozen, plan) for plan in ("ffttt", "ttfff", "ttfftt", "fttff", "ftftft")},
-        "summed": (summed, None),
+        **{f"freezing {plan}": (scripts.frozen, plan) for plan in ("ffttt", "ttfff", "ttfftt", "fttff", "ftftft")},
+        "summed": (scripts.summed, None),
     },
     "sparse": {
         "on a thread": (_sparse, "step", {"overlap": "thread"}),
@@ -626,27 +608,27 @@ CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
     },
     "the graph": {
         **{
-            f"checkpoints: {how}": (checkpointed, how, {})
+            f"checkpoints: {how}": (scripts.checkpointed, how, {})
             for how in (
                 *("not reentrant", "not reentrant, layer used twice", "reentrant", "reentrant, two segments"),
                 *("reentrant, nested", "all inside a reentrant one"),
             )
         },
-        "checkpoints, on a thread": (checkpointed, "reentrant, two segments", _THREAD),
+        "checkpoints, on a thread": (scripts.checkpointed, "reentrant, two segments", _THREAD),
         **{
-            game: (graph_games, game)
+            game: (scripts.graph_games, game)
             for game in ("retain_graph", "gradient penalty", "gradient of parameters", "inputs=", "hooks on tensors")
         },
         "a backward in a hook": (_cached, 1),
         "three backwards in a hook": (_cached, 3),
-        "an exception, early": (failing, 1, {}),
-        "an exception, one bucket": (failing, 1, {"bucket_mb": 25.0}),
-        "an exception, on a thread": (failing, 1, {"overlap": "thread"}),
-        "an exception, native": (failing, 1, _NATIVE),
-        "an exception, late": (failing, 5, {}),
-        **{f"layers {order}": (ordered, order, {}) for order in ORDERS},
-        "layers on a thread": (ordered, "another each step", {"overlap": "thread"}),
-        "layers, native": (ordered, "another each step", _NATIVE),
+        "an exception, early": (scripts.failing, 1, {}),
+        "an exception, one bucket": (scripts.failing, 1, {"bucket_mb": 25.0}),
+        "an exception, on a thread": (scripts.failing, 1, {"overlap": "thread"}),
+        "an exception, native": (scripts.failing, 1, _NATIVE),
+        "an exception, late": (scripts.failing, 5, {}),
+        **{f"layers {order}": (scripts.ordered, order, {}) for order in scripts.ORDERS},
+        "layers on a thread": (scripts.ordered, "another each step", {"overlap": "thread"}),
+        "layers, native": (scripts.ordered, "another each step", _NATIVE),
     },
     "PyTorch": {
         "parametrizations": (_parametrized,),
@@ -658,8 +640,8 @@ CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
     "optimizers": {
         **{name: (_with_optimizer, name) for name in _OPTIMIZERS},
         **{f"schedule: {name}": (_scheduled, name) for name in _SCHEDULERS},
-        **{f"GradScaler, {kind}": (amp, kind, None) for kind in ("plain", "clipped", "fused")},
-        **{f"GradScaler, {kind}, inf on rank 1": (amp, kind, 2) for kind in ("plain", "clipped", "fused")},
+        **{f"GradScaler, {kind}": (scripts.amp, kind, None) for kind in ("plain", "clipped", "fused")},
+        **{f"GradScaler, {kind}, inf on rank 1": (scripts.amp, kind, 2) for kind in ("plain", "clipped", "fused")},
         **{f"SAM, {how}": (_sam, how) for how in ("together", "own", "nan")},
         "NaN, skip": (_skipping, float("nan"), {}),
         "infinity, skip, native": (_skipping, float("-inf"), _NATIVE),
@@ -687,10 +669,10 @@ CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "models in another order": (_in_another_order,),
     },
     "in 16 bits": {
-        "summed": (summed, "bf16"),
+        "summed": (scripts.summed, "bf16"),
         "gradients of the script": (_owned, "slices", "all", {"compression": "bf16"}),
-        "autocast": (amp, "autocast", None),
-        "autocast, inf on rank 1": (amp, "autocast", 2),
+        "autocast": (scripts.amp, "autocast", None),
+        "autocast, inf on rank 1": (scripts.amp, "autocast", 2),
     },
 }
 _TOLERANCES: Final = {"closures": 1e-7, "in 16 bits": 2e-2}
@@ -726,7 +708,7 @@ def test_without_wrapping_the_comparison_fails() -> None:
 @pytest.mark.parametrize("options", [{}, {"overlap": "thread"}, _NATIVE], ids=str)
 def test_mixed_dtypes(options: dict[str, Any]) -> None:
     """Each in its own precision: one addition and an exact halving, so one rounding and that of the result."""
-    results = run_pooled(mixed, 2, {"bucket_mb": 1e-4, **options})
+    results = run_pooled(scripts.mixed, 2, {"bucket_mb": 1e-4, **options})
     assert_same_on_all_ranks([digest(reduced) for _, reduced, _ in results])
     assert_same_on_all_ranks([trained for _, _, trained in results])
     for i, gradient in enumerate(results[0][1]):
