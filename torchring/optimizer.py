@@ -101,7 +101,8 @@ def wrap(
             `step()` and `state_dict()` are collective then. Gradients are whole on all ranks, as without it.
         ignore: parameters, buffers and modules of `model`, or their names, that belong to this rank: experts, for
             example. They are neither copied from rank 0, nor reduced, nor compared. `optimizer` must not have them:
-            train them with an optimizer of their own that is not wrapped. Ranks may ignore different ones.
+            train them with an optimizer of their own that is not wrapped. Ranks may ignore different ones. What
+            optimizers of other groups have is ignored without being named.
         noise_scale: measure the gradient noise scale while gradients are reduced, see `Stats`. A script that is traced
             as a whole does, too.
         group: the ranks that reduce together, where they are not all ranks: one dimension of a DeviceMesh

@@ -7,6 +7,7 @@ script of a few lines, and the error that it gets. For replicas that become diff
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import warnings
@@ -421,6 +422,16 @@ def _plain_beside(rank: int) -> None:
     train(Side((rank,), True), model, optimizer, range(5), before_step=lambda step: other.step())
 
 
+def _experts(rank: int, first: int = 0) -> None:
+    """Each rank has a last layer of its own, whose optimizer is wrapped first, or second."""
+    model = small_model()
+    nn.init.constant_(model[4].weight, rank)  # type: ignore[arg-type]
+    parts = [(model[4], {"group": [[0], [1]]}), (model[:4], {})]
+    one, other = (torchring.wrap(momentum(parts[i][0]), model, **parts[i][1]) for i in (first, 1 - first))
+    assert bool((model[4].weight == rank).all())
+    train(Side((rank,), True), model, one, range(3), before_step=lambda step: other.step())
+
+
 def _add_in_a_closure(rank: int) -> None:
     model, extra = small_model(), nn.Parameter(torch.ones(2, dtype=torch.float64))
     _, optimizer = _wrapped(model)
@@ -616,6 +627,11 @@ REFUSED: Final[dict[str, tuple[Callable[[int], object], str | tuple[str, str]]]]
     "too large together": (_of_size(lambda r: 1e5), "fit fp16"),
     # Parameters that no wrapped optimizer has
     "a plain optimizer": (_plain_beside, f"4.weight, 4.bias {_NOBODY}: each rank would train alone what its SGD"),
+    "experts": (_experts, _SAME),
+    "experts last": (
+        functools.partial(_experts, first=1),
+        "^ValueError: 4.weight was copied to ranks 0, 1 with .* fewer",
+    ),
     "assigned early": (_owning(range(5), 0, _assign), _REPLACED),
     "assigned": (_owning(range(5), 1, _assign), _REPLACED),
     "a new head": (_owning(range(5), 0, _new_head), f"4.weight .*{_REPLACED}, and 4.weight, 4.bias {_NOBODY}"),

@@ -62,6 +62,7 @@ class OptimizerGroup:
         skipper: the reducer whose `skip()` is under way.
         skipped: reducers that `skip()` of another one has reached, since a step or zero_grad() of any optimizer.
         waiting: see `Launcher`.
+        of_this_rank: those of all worlds that this rank is in, in one order on all ranks.
     """
 
     def __init__(self, world: World) -> None:
@@ -73,9 +74,9 @@ class OptimizerGroup:
         self.skipped: set[Reducer] = set()
         self.waiting: set[Launcher] = set()
         self._world = world
-        self._of_this_rank = world.outer.shared(_all_groups)
-        self._of_this_rank.append(self)
-        self._of_this_rank.sort(key=lambda group: group._world.members)  # in one order on all ranks
+        self.of_this_rank = world.outer.shared(_all_groups)
+        self.of_this_rank.append(self)
+        self.of_this_rank.sort(key=lambda group: group._world.members)
         self._backend: Backend | None = None  # moves messages; opened with the first
         self._progress = world.observer.open_progress("messages")
         world.on_close(self.close)
@@ -87,7 +88,7 @@ class OptimizerGroup:
     @property
     def are_beside_others(self) -> bool:
         """Whether this rank has another optimizer, in this world or in that of another group."""
-        return sum(len(group.reducers) for group in self._of_this_rank) > 1
+        return sum(len(group.reducers) for group in self.of_this_rank) > 1
 
     def advance(self) -> bool:
         """Do this rank's part of the buckets that have left, where nobody is late. Returns whether some still wait."""
@@ -185,9 +186,9 @@ class OptimizerGroup:
         """As `end_backward`, where this rank has optimizers of several groups of ranks."""
         if not caller.in_backward:  # which has ended with that of another group
             return
-        models = [r.model() for group in self._of_this_rank for r in group.reducers if r.in_backward]
+        models = [r.model() for group in self.of_this_rank for r in group.reducers if r.in_backward]
         with contextlib.ExitStack() as stack:
-            for group in self._of_this_rank:
+            for group in self.of_this_rank:
                 if self.is_skipping and group is not self:
                     stack.enter_context(group.skipping(self.skipper))
                 if not any(reducer.in_backward for reducer in group.reducers):
@@ -195,7 +196,7 @@ class OptimizerGroup:
                     for reducer in group.reducers:
                         if (model := reducer.model()) is not None and any(model is other for other in models):
                             reducer.begin_unreached()
-            for group in self._of_this_rank:
+            for group in self.of_this_rank:
                 if reached := [reducer for reducer in group.reducers if reducer.in_backward]:
                     group.end_backward(caller if caller in reached else reached[0], is_alone=True)
 
@@ -205,7 +206,7 @@ class OptimizerGroup:
         Args:
             is_alone: those of this world only.
         """
-        if len(self._of_this_rank) > 1 and not is_alone:
+        if len(self.of_this_rank) > 1 and not is_alone:
             self._end_together(caller)
             return
         reached = [reducer for reducer in (caller, *self.reducers) if reducer.in_backward]
@@ -295,7 +296,7 @@ class OptimizerGroup:
 
     def close(self) -> None:
         """The world is closing: gradients of its optimizers stay local from now on."""
-        self._of_this_rank.remove(self)
+        self.of_this_rank.remove(self)
         for reducer in list(self.reducers):
             reducer.close()
 

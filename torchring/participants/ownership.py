@@ -278,7 +278,8 @@ def _note_stale(parameters: Iterable[torch.Tensor]) -> None:
 
 def _owned(group: OptimizerGroup) -> set[int]:
     """The ids of all parameters that a reducer reduces, or would if they were not frozen."""
-    return {hash(p) for reducer in group.reducers for p in (*reducer.parameters, *reducer.frozen)}
+    reducers = (reducer for each in group.of_this_rank for reducer in each.reducers)
+    return {hash(p) for reducer in reducers for p in (*reducer.parameters, *reducer.frozen)}
 
 
 def _name(parameter: torch.Tensor) -> str:
