@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from torchring.dynamo import run_eagerly
 from torchring.errors import RingError, TopologyError, decode_error, encode_error, ranks_in_words
 from torchring.observe.services import observe
 from torchring.rendezvous.environment import ELASTIC
@@ -81,6 +82,7 @@ def _of_lists(group: Sequence[Sequence[int]], rank: int, size: int) -> tuple[int
     return tuple(sorted(next(each for each in group if rank in each)))
 
 
+@run_eagerly
 def open_group(job: World, group: Group) -> World:
     """The world of this rank's group, opened now if it is not open. Collective then, over the ranks of the group.
 

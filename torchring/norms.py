@@ -21,12 +21,12 @@ from torch.nn.utils import parametrize
 
 from torchring.collectives.service import Collectives
 from torchring.collectives.signature import Signature
-from torchring.default_world import default_world
+from torchring.default_world import members_of, world_of
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError, PlanMismatchError
 from torchring.gradients.group import OptimizerGroup
 from torchring.interruption import InterruptionGuard
-from torchring.world import World
+from torchring.world import Group, World
 
 _T = TypeVar("_T")
 
@@ -45,7 +45,10 @@ class SyncBatchNorm(_BatchNorm):
     A batch of weight 0 is left out of the statistics, so call `weigh(0)` before `forward`, on all optimizers, and
     `weigh(1)` on ranks that have a batch. Its backward takes no other weights.
 
-    The arguments are those of torch.nn.BatchNorm2d. num_features is C, of inputs of shape [N, C] or [N, C, ...].
+    Args:
+        *args: as for torch.nn.BatchNorm2d. num_features is C, of inputs of shape [N, C] or [N, C, ...].
+        group: the ranks whose batches count. See `wrap`.
+        **kwargs: as for torch.nn.BatchNorm2d.
 
     Raises (from `forward` and backward):
         ValueError: the input has fewer than two dimensions, or the ranks together have fewer than two values of a
@@ -62,10 +65,17 @@ class SyncBatchNorm(_BatchNorm):
     _label = ""
     """The layer's name in the model, for errors. `convert_sync_batchnorm` sets it."""
 
+    _group: Any = None
+
+    def __init__(self, *args: Any, group: Group | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if group is not None:
+            self._group = [members_of(group)]
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`, of shape [N, C] or [N, C, ...] and any floating-point dtype, which the result has, too."""
         self._check_input_dim(input)
-        if not self.training or default_world().size == 1:
+        if not self.training or world_of(self._group).size == 1:
             return super().forward(input)
         return self._normalize(input)
 
@@ -73,7 +83,7 @@ class SyncBatchNorm(_BatchNorm):
     def _normalize(self, input: Tensor) -> Tensor:
         result: Tensor
         result, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, self._label, default_world()
+            input, self.weight, self.bias, self.eps, self._label, world_of(self._group)
         )
         if self.track_running_stats and count:
             self._update(mean, variance, int(count))
@@ -95,7 +105,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"SyncBatchNorm takes inputs of shape [N, C] or [N, C, ...], got {list(input.shape)}")
 
 
-def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
+def convert_sync_batchnorm(module: torch.nn.Module, group: Group | None = None) -> torch.nn.Module:
     """Put a `SyncBatchNorm` in the place of each BatchNorm of `module`, torch.nn.SyncBatchNorm included.
 
     The new layers share parameters, buffers and hooks with the layers that they replace. So an optimizer that exists
@@ -103,6 +113,8 @@ def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
 
     Args:
         module: a model. It is changed in place.
+        group: the ranks whose batches count. See `wrap`. By default the process_group of a torch.nn.SyncBatchNorm, or
+            all ranks.
 
     Returns:
         `module`, or the new layer if `module` is a BatchNorm itself.
@@ -113,7 +125,7 @@ def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
     converted: dict[torch.nn.Module, torch.nn.Module] = {}
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
-            converted[layer] = _convert(layer, name)
+            converted[layer] = _convert(layer, name, group)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child in converted:
@@ -121,7 +133,7 @@ def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
     return converted.get(module, module)
 
 
-def _convert(layer: _BatchNorm, name: str) -> SyncBatchNorm:
+def _convert(layer: _BatchNorm, name: str, group: Group | None) -> SyncBatchNorm:
     if parametrize.is_parametrized(layer):
         raise ValueError(f"{name or 'the layer'} is parametrized; convert first, then register parametrizations")
     if isinstance(layer.weight, torch.nn.parameter.UninitializedParameter) or layer.num_features == 0:
@@ -132,6 +144,9 @@ def _convert(layer: _BatchNorm, name: str) -> SyncBatchNorm:
     new = SyncBatchNorm.__new__(SyncBatchNorm)
     new.__dict__.update(layer.__dict__)
     new._label = name
+    own = new.__dict__.pop("process_group", None)  # of torch's SyncBatchNorm
+    if (group := own if group is None else group) is not None:
+        new._group = [members_of(group)]
     return new
 
 
@@ -225,7 +240,7 @@ def _is_left_out(ctx: Any, input: Tensor) -> bool:
 
 def _batch_weights(world: World) -> set[float | None]:
     """The weights that optimizers have for the batch whose forward or backward runs: several if they differ."""
-    reducers = world.shared(OptimizerGroup).reducers
+    reducers = [reducer for group in world.shared(OptimizerGroup).of_this_rank for reducer in group.reducers]
     return {each.weights.last if each.in_backward else each.weights.next for each in reducers}
 
 

@@ -15,8 +15,9 @@ from torch.utils.data import DistributedSampler
 
 from torchring.collectives.service import collectives_of
 from torchring.data.sampler import Sampler
-from torchring.default_world import default_world
+from torchring.default_world import world_of
 from torchring.errors import ranks_in_words
+from torchring.world import Group
 
 _NUM_EXAMPLES: Final = 5
 _SHOULD_AGREE: Final = ("seed", "shuffle", "epoch", "num_replicas", "drop_last")
@@ -54,7 +55,7 @@ class Coverage:
         return "; ".join([f"the ranks draw {self.num_drawn} samples of {self.num_samples}", *found])
 
 
-def check(dataset: Sized, sampler: Iterable[Any]) -> Coverage:
+def check(dataset: Sized, sampler: Iterable[Any], *, group: Group | None = None) -> Coverage:
     """Check that the ranks' samples of an epoch are the samples of `dataset`, each once. Collective.
 
         torchring.data.check(dataset, sampler)  # once, before training; or loader.batch_sampler
@@ -66,6 +67,7 @@ def check(dataset: Sized, sampler: Iterable[Any]) -> Coverage:
         dataset: has a length.
         sampler: a sampler or a batch sampler. What `DistributedSampler` repeats, or leaves out with drop_last=True, so
             that ranks have equally many, is no mistake.
+        group: the ranks that share the dataset. By default those of a `torchring.data.Sampler`, or all ranks.
 
     Returns:
         What the ranks draw: the same on all ranks. A warning says so if one of them draws more than another.
@@ -74,9 +76,9 @@ def check(dataset: Sized, sampler: Iterable[Any]) -> Coverage:
         ValueError: samples are missing, come more than once, or come on several ranks. Raised on all ranks.
         PlanMismatchError: ranks disagree about the seed or the length, or another rank cannot go through its samples.
     """
-    world = default_world()
-    collectives = collectives_of(world)
     inner: Any = sampler if isinstance(sampler, Sampler) else getattr(sampler, "sampler", sampler)  # of a BatchSampler
+    world = world_of(inner._place.group if group is None and isinstance(inner, Sampler) else group)
+    collectives = collectives_of(world)
     mine, length, problem = torch.empty(0, dtype=torch.int64), 0, None
     try:
         length = len(dataset)
@@ -95,7 +97,8 @@ def check(dataset: Sized, sampler: Iterable[Any]) -> Coverage:
     missing, repeated, shared = (
         is_such.nonzero().flatten() for is_such in (num_times == 0, num_times > 1, num_ranks > 1)
     )
-    some_shared = [(n, tuple(r for r, theirs in enumerate(ranks) if (theirs == n).any())) for n in _some(shared)]
+    drawn = dict(zip(world.members or range(world.size), ranks, strict=True))
+    some_shared = [(n, tuple(r for r, theirs in drawn.items() if (theirs == n).any())) for n in _some(shared)]
     counts = [len(each) for each in ranks]
     coverage = Coverage(
         *(length, sum(counts), len(missing), len(repeated), len(shared)),

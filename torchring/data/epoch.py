@@ -9,12 +9,12 @@ A *global batch* is the next B samples. With 10 samples in order:
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torchring import default_world
+from torchring.world import Group
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class Pass:
         epoch: its number.
         length: number of samples of the epoch.
         start: number of samples that were used when the pass began.
-        rank, size: this process and its world, which shares the pass.
+        rank, size: this process and its group, which shares the pass.
         unit: number of samples of a global batch. The last one may be smaller.
         iterator: draws the batches. Gone when the loop is over, unless workers of the `DataLoader` stay.
         num_drawn: number of batches that have been drawn. Workers of a `DataLoader` draw ahead of the loop.
@@ -69,19 +69,28 @@ class Pass:
         """Number of samples that count of this rank's share."""
         return len(range(self.position(batch) + self.rank, self.position(batch + 1), self.size))
 
-    def has_equal_shares(self) -> bool:
-        """Whether all ranks have equally many samples in each batch."""
-        num_left = self.length - self.start
+    def has_equal_shares(self, ranks: Iterable[int]) -> bool:
+        """Whether these ranks have equally many samples in each batch."""
+        ranks, num_left = list(ranks), self.length - self.start
         sizes = {self.unit} if num_left > self.unit else set[int]()
-        return all(num % self.size == 0 for num in {*sizes, num_left % self.unit or min(num_left, self.unit)})
+        sizes.add(num_left % self.unit or min(num_left, self.unit))
+        return all(len({rank < num % self.size for rank in ranks}) == 1 for num in sizes)
 
 
-def _place(rank: int | None, size: int | None) -> tuple[int, int]:
-    return (default_world.rank(), default_world.size()) if rank is None or size is None else (rank, size)
+class Place:
+    """This process and its group, as a script gives them, or else torchring when it is asked. Raises ValueError.
 
+    Attributes:
+        group: lists of ranks, which are those of this rank's group in any process; None if all ranks share.
+    """
 
-def rank_and_size(rank: int | None, size: int | None) -> Callable[[], tuple[int, int]]:
-    """This process and its world, as a script gives them, or else torchring when it is asked. Raises ValueError."""
-    if (rank is None) != (size is None) or (rank is not None and size is not None and not 0 <= rank < size):
-        raise ValueError(f"pass both rank and size, with rank in [0, size), or none; got rank={rank}, size={size}")
-    return functools.partial(_place, rank, size)
+    def __init__(self, rank: int | None = None, size: int | None = None, group: Group | None = None) -> None:
+        if (rank is None) != (size is None) or (rank is not None and size is not None and not 0 <= rank < size):
+            raise ValueError(f"pass both rank and size, with rank in [0, size), or none; got rank={rank}, size={size}")
+        if rank is not None and group is not None:
+            raise ValueError("a group says what rank and size are; leave out these, or group")
+        self._given = None if rank is None or size is None else (rank, size)
+        self.group = None if group is None else [default_world.members_of(group)]
+
+    def __call__(self) -> tuple[int, int]:
+        return self._given or (default_world.rank(self.group), default_world.size(self.group))

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch.utils.data import get_worker_info
 
+from torchring.data.epoch import Place
 from torchring.data.shards import SplitDataset, shared_number
+from torchring.world import Group
 
 if TYPE_CHECKING:
     import pyarrow
@@ -97,6 +99,7 @@ class RowGroups(SplitDataset):
         format: "parquet", or "feather" for Arrow files (not streams).
         rank: this process. By default that of torchring when an iteration begins.
         size: number of processes that share the samples. By default that of torchring when an iteration begins.
+        group: the ranks that share the samples, in place of `rank` and `size`. See `Sampler`.
 
     Raises:
         ImportError: pyarrow is missing.
@@ -115,10 +118,11 @@ class RowGroups(SplitDataset):
         format: str = "parquet",
         rank: int | None = None,
         size: int | None = None,
+        group: Group | None = None,
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        super().__init__(rank, size)
+        super().__init__(Place(rank, size, group))
         try:
             from pyarrow import dataset
         except ImportError as error:

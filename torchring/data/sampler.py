@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import torch
 
-from torchring.data.epoch import Pass, rank_and_size
+from torchring.data.epoch import Pass, Place
 from torchring.errors import GradientError
 from torchring.gradients.weights import unequal_shares
-from torchring.world import World
+from torchring.world import Group, World
 
 _UNWEIGHED: Final = (
     "a backward() in a loop over a torchring.data.Sampler was not weighed. Ranks have unequal shares of its batches, "
@@ -69,6 +69,8 @@ class Sampler(torch.utils.data.Sampler[Any]):
             at most, and change with the number of ranks.
         rank: this process. By default that of torchring when an iteration begins.
         size: number of ranks, with `rank`.
+        group: the ranks that share the dataset, in place of `rank` and `size`: the group that `wrap` was given, where
+            that is not all ranks.
 
     Raises:
         TypeError: the dataset has no length.
@@ -85,6 +87,7 @@ class Sampler(torch.utils.data.Sampler[Any]):
         global_batch: int | None = None,
         rank: int | None = None,
         size: int | None = None,
+        group: Group | None = None,
     ) -> None:
         if batch_size is not None and global_batch is not None:
             raise ValueError("batch_size and global_batch both say what a batch is; leave out batch_size")
@@ -104,7 +107,7 @@ class Sampler(torch.utils.data.Sampler[Any]):
         self._batch_size = batch_size
         self._global_batch = global_batch
         self._knows_batches = batch_size is not None or global_batch is not None
-        self._place = rank_and_size(rank, size)
+        self._place = Place(rank, size, group)
 
         # Where the next iteration begins, if none has begun since
         self._epoch = self._start = 0
@@ -202,7 +205,7 @@ class Sampler(torch.utils.data.Sampler[Any]):
 
     def share_out(self, rank: int, size: int) -> None:
         """From the next iteration on, share out what no finished step has used. Called by `elastic.run`."""
-        self._place = rank_and_size(rank, size)
+        self._place = Place(rank, size)
         self._resume(self.epoch, self.position)
 
     def state_dict(self) -> dict[str, int | bool]:
@@ -315,9 +318,16 @@ class _Draws(Iterator[Any]):
         self._begin()
 
     def refuse_unweighed(self, world: World) -> None:
-        """A backward of `world` begins without a weight. Raise GradientError if these are shares of its ranks."""
-        if self._pass is not None and self._pass.size == world.size:
-            raise GradientError(_UNWEIGHED, rank=world.rank)
+        """A backward of `world` begins without a weight. Raise GradientError if its ranks have unequal shares here."""
+        if self._pass is None:
+            return
+        ranks, size = world.members or range(world.size), self._pass.size
+        group = self._sampler._place.group
+        sharing = group[0] if group else ranks if size == world.size else range(size if size == world.outer.size else 0)
+        if {*ranks} <= {*sharing} and not self._pass.has_equal_shares(map(sharing.index, ranks)):
+            error = GradientError(_UNWEIGHED, rank=world.rank)
+            world.note_members(error)
+            raise error
 
     def _begin(self) -> None:
         sampler = self._sampler
@@ -325,7 +335,7 @@ class _Draws(Iterator[Any]):
         current.iterator = weakref.ref(self)
         sampler._goes_on = False
         sampler._passes.append(current)
-        if sampler._knows_batches and torch.is_grad_enabled() and not current.has_equal_shares():
+        if sampler._knows_batches and torch.is_grad_enabled() and not current.has_equal_shares(range(current.size)):
             unequal_shares.add(self)
         batches = sampler._draw(current)
         self._drawing = batches if sampler._knows_batches else itertools.chain.from_iterable(batches)

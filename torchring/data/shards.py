@@ -12,10 +12,13 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loader_worker
 
-from torchring.data.epoch import rank_and_size
+from torchring.data.epoch import Place
+from torchring.world import Group
 
 
-def shard(dataset: Iterable[Any], *, rank: int | None = None, size: int | None = None) -> IterableDataset[Any]:
+def shard(
+    dataset: Iterable[Any], *, rank: int | None = None, size: int | None = None, group: Group | None = None
+) -> IterableDataset[Any]:
     """An iterable dataset that yields this rank's part of `dataset`, for a `DataLoader` with any number of workers.
 
         loader = DataLoader(torchring.data.shard(lines), batch_size=32, num_workers=2)
@@ -35,6 +38,7 @@ def shard(dataset: Iterable[Any], *, rank: int | None = None, size: int | None =
             that it runs in a worker, so what splits its data by `get_worker_info()` yields all of it.
         rank: this process. By default that of torchring when an iteration begins.
         size: number of processes that share the samples. By default that of torchring when an iteration begins.
+        group: the ranks that share the samples, in place of `rank` and `size`. See `Sampler`.
 
     Raises:
         TypeError: not an iterable, or one that can be read only once, such as a generator.
@@ -45,7 +49,7 @@ def shard(dataset: Iterable[Any], *, rank: int | None = None, size: int | None =
             "IterableDataset whose __iter__ opens the data. For a dataset with a length and __getitem__, use "
             "torchring.data.Sampler"
         )
-    found = ShardedDataset(dataset, rank, size)
+    found = ShardedDataset(dataset, Place(rank, size, group))
     if "datasets" in sys.modules and isinstance(dataset, sys.modules["datasets"].IterableDataset):
         from datasets.distributed import split_dataset_by_node
 
@@ -63,8 +67,8 @@ def shared_number(value: int) -> torch.Tensor:
 class SplitDataset(IterableDataset[Any]):
     """Of which each worker of each rank yields another part."""
 
-    def __init__(self, rank: int | None, size: int | None) -> None:
-        self._rank_and_size = rank_and_size(rank, size)
+    def __init__(self, place: Place) -> None:
+        self._place = place
         self._shared_epoch = shared_number(-1)
 
     @property
@@ -79,18 +83,18 @@ class SplitDataset(IterableDataset[Any]):
     def part(self) -> tuple[int, int, int, int]:
         """Rank and size, number of this worker and how many there are: 0 and 1 without workers."""
         info = get_worker_info()
-        return *self._rank_and_size(), 0 if info is None else info.id, 1 if info is None else info.num_workers
+        return *self._place(), 0 if info is None else info.id, 1 if info is None else info.num_workers
 
     def __getstate__(self) -> dict[str, Any]:
         """For workers that are not forked, and may not know their rank."""
-        return {**vars(self), "_rank_and_size": rank_and_size(*self._rank_and_size())}
+        return {**vars(self), "_place": Place(*self._place())}
 
 
 class ShardedDataset(SplitDataset):
     """What `shard` returns."""
 
-    def __init__(self, dataset: Iterable[Any], rank: int | None, size: int | None) -> None:
-        super().__init__(rank, size)
+    def __init__(self, dataset: Iterable[Any], place: Place) -> None:
+        super().__init__(place)
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:

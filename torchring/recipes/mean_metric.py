@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import torch
 
 from torchring.collectives.service import collectives_of
-from torchring.default_world import default_world
+from torchring.default_world import world_of
 from torchring.errors import PlanMismatchError, ranks_in_words
+from torchring.world import Group
 
 
 class MeanMetric:
@@ -23,9 +24,13 @@ class MeanMetric:
         metrics.reset()
 
     `update` sends nothing and does not wait for a GPU. `compute` sends one message for all metrics.
+
+    Args:
+        group: the ranks whose samples count. See `wrap`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, group: Group | None = None) -> None:
+        self._group = group
         self._sums: dict[str, torch.Tensor] = {}  # sum of weighted values, sum of weights; on the device of the values
 
     @torch.no_grad()
@@ -58,17 +63,19 @@ class MeanMetric:
         what `torchring.all_gather` raises.
         """
         mine = {name: pair.tolist() for name, pair in self._sums.items()}
-        world = default_world()
+        world = world_of(self._group)
         of_ranks = collectives_of(world).all_gather_json(mine)
         names = sorted({name for each in of_ranks for name in each})
         for name in names:
             if lacking := [r for r, each in enumerate(of_ranks) if each and name not in each]:
-                raise PlanMismatchError(
+                error = PlanMismatchError(
                     f"{ranks_in_words(lacking)} gave MeanMetric no {name!r}, which other ranks gave; call update() "
                     "with the same names on all ranks, with weight=0 where there is no value",
                     rank=world.rank,
                     peers=lacking,
                 )
+                world.note_members(error)
+                raise error
         means = {}
         for name in names:
             total, weight = (math.fsum(each[name][i] for each in of_ranks if each) for i in (0, 1))
