@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from torchring.collectives.service import Join
 from torchring.dynamo import run_eagerly
 from torchring.errors import RingError, TopologyError, decode_error, encode_error, ranks_in_words
 from torchring.observe.services import observe
@@ -97,6 +98,7 @@ def open_group(job: World, group: Group) -> World:
     with _opening[members]:
         if members not in job.groups:
             job.raise_if_broken()
+            job.shared(Join).refuse("opening a group")
             job.groups[members] = _meet(job, members)
     return job.groups[members]
 

@@ -11,23 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from torchring.collectives.service import Join, collectives_of, internal_collectives_of
-from torchring.default_world import default_world
+from torchring.default_world import world_of
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.reducer import Reducer
 from torchring.initial_state import (
-    broadcast_parameters,
     broadcast_state,
+    check_broadcastable,
     check_sendable,
     copy_from,
     is_sharded,
 )
 from torchring.optimizer import DistributedOptimizer, names_of, others_of, sync_of
 from torchring.world import World
+
+_SEVERAL_GROUPS: Final = (
+    "torchring.join() takes the optimizers of one group of ranks, and this rank has optimizers of several groups, "
+    "where others would wait for a rank that has ended: give all ranks equally many batches, and call "
+    "optimizer.skip() where the data has ended"
+)
 
 
 @contextmanager
@@ -54,43 +60,47 @@ def join(*objects: Any) -> Iterator[None]:
         *objects: all `DistributedOptimizer`s that exist, and whatever else the loop changes in step with them:
             learning rate schedulers, a GradScaler, or anything else with `state_dict()` and `load_state_dict()`. A
             torch.nn.Module, such as an averaged model, stands for its parameters and buffers. The same on all ranks.
+            Optimizers of a group of ranks join among the ranks of that group.
 
     Raises:
         TypeError: an object has no state, or a state that cannot be sent, or none is an optimizer.
-        ValueError: an optimizer is missing, is closed, or belongs to a world that was shut down; shard=True, or
-            on_nonfinite="skip" on a GPU, where `step()` needs the other ranks; the block is inside another one.
+        ValueError: an optimizer is missing, is closed, or belongs to a world that was shut down; this rank's optimizers
+            are of several groups of ranks; shard=True, or on_nonfinite="skip" on a GPU, where `step()` needs the other
+            ranks; the block is inside another one.
         PlanMismatchError: another rank could not enter, or passes other objects.
         RingError: another rank left the block with an exception.
     """
-    world = default_world()
+    optimizers = [each for each in objects if isinstance(each, DistributedOptimizer)]
+    world = world_of(optimizers[0]._group if optimizers else None)
     problem = _problem_with(objects, world)
     if world.size == 1:
         if problem is not None:
             raise problem
         yield
-        for each in objects:
-            if isinstance(each, DistributedOptimizer):
-                each.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         return
     group = world.shared(OptimizerGroup)
     collectives = collectives_of(world)
-    joined = world.shared(Join)
-    if not joined.is_open:
+    if not world.shared(Join).is_open:
         collectives.raise_together(problem, "could not enter torchring.join()")
         collectives.check_equal([f"object {i} of join(): {type(each).__name__}" for i, each in enumerate(objects)])
         group.release_dead()
-        collectives.raise_together(_missing(objects, group), "could not enter torchring.join()")
+        collectives.raise_together(_missing(objects, world), "could not enter torchring.join()")
     elif problem is not None:
         raise problem
-    joined.is_open = True
+    joins = _joins_of(world)
     try:
+        for joined in joins:
+            joined.is_open = True
         yield
     except BaseException as error:
         if not getattr(error, "in_step", False):
             world.break_off("torchring.join()", error)
         raise
     finally:
-        joined.is_open = False
+        for joined in joins:
+            joined.is_open = False
     if not world.is_open:
         raise ValueError("torchring.shutdown() was called inside torchring.join(); call it after the with block")
     src = _last(group.guard.run("torchring.join()", follow_others, group), world, group)
@@ -98,9 +108,9 @@ def join(*objects: Any) -> Iterator[None]:
         if isinstance(each, DistributedOptimizer):
             _take_over(each, src)
         elif isinstance(each, torch.nn.Module):
-            broadcast_parameters(each, src)
+            copy_from(world, src, check_broadcastable(each))
         else:
-            broadcast_state(each, src)
+            broadcast_state(each, src, world)
 
 
 def _take_over(optimizer: DistributedOptimizer, src: int) -> None:
@@ -129,6 +139,8 @@ def _problem_with(objects: Sequence[Any], world: World) -> Exception | None:
         for each in objects:
             if isinstance(each, DistributedOptimizer):
                 _check_joinable(each)
+                if sync_of(each).world is not world:
+                    raise ValueError(_SEVERAL_GROUPS)
             elif not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise TypeError(f"torchring.join() takes objects with state_dict(), got {type(each).__name__}")
             elif not isinstance(each, torch.nn.Module):
@@ -149,7 +161,10 @@ def _check_joinable(optimizer: DistributedOptimizer) -> None:
         )
 
 
-def _missing(objects: Sequence[Any], group: OptimizerGroup) -> Exception | None:
+def _missing(objects: Sequence[Any], world: World) -> Exception | None:
+    group = world.shared(OptimizerGroup)
+    if any(other is not group and other.owners() for other in group.of_this_rank):
+        return ValueError(_SEVERAL_GROUPS)
     missing = [owner for owner in group.owners() if not any(owner is each for each in objects)]
     if not missing:
         return None
@@ -157,6 +172,13 @@ def _missing(objects: Sequence[Any], group: OptimizerGroup) -> Exception | None:
         f"torchring.join() got {len(objects)} objects, and {len(missing)} DistributedOptimizers are missing; pass all, "
         "or close() those that are not needed"
     )
+
+
+def _joins_of(world: World) -> list[Join]:
+    """Those of all worlds of this rank that have other ranks of `world`, too, which may have ended."""
+    ranks = {*world.members} or {*range(world.size)}
+    groups = [group for members, group in world.outer.groups.items() if len(ranks.intersection(members)) > 1]
+    return [each.shared(Join) for each in (world.outer, *groups)]
 
 
 def follow_others(group: OptimizerGroup, *, counts: bool = False) -> int:
