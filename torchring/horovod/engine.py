@@ -23,6 +23,7 @@ from torchring.collectives.service import Collectives
 from torchring.collectives.signature import Signature
 from torchring.dynamo import run_eagerly
 from torchring.errors import RingError, ranks_in_words
+from torchring.groups import open_world
 from torchring.horovod.bells import Bell, SharedMemoryBell, StoreBell
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.execution import Operation, Plane, carry_out
@@ -30,8 +31,6 @@ from torchring.horovod.negotiation import JOIN, Negotiation, Request, Response, 
 from torchring.horovod.settings import DYNAMIC_TIMELINE, Settings
 from torchring.horovod.timeline import Timeline
 from torchring.norms import LayerTurns
-from torchring.observe.services import observe
-from torchring.rendezvous.rendezvous import within
 from torchring.threads import SerialThread, at_last
 from torchring.world import World
 
@@ -261,18 +260,8 @@ class CollectiveEngine:
         number = next(number for number in itertools.count(1) if number not in self.sets)
         self._num_sets += 1
         self.sets[number] = ranks
-        outer, rendezvous = self.world, self.world.rendezvous
-        if outer.rank in ranks:
-            world = World(
-                within(rendezvous.store, f"horovod/set{self._num_sets}") if rendezvous and len(ranks) > 1 else None,
-                ranks.index(outer.rank),
-                len(ranks),
-                timeout_seconds=outer.timeout_seconds,
-                launcher=outer.launcher,
-                backend=outer.backend,
-                stall_warning_seconds=outer.stall_warning_seconds,
-            )
-            observe(world)
+        if self.world.rank in ranks:
+            world = open_world(self.world, ranks, f"horovod/set{self._num_sets}")
             self._planes[number] = Plane(Collectives(world, "horovod", is_scripts=False), ranks)
         return number
 

@@ -96,9 +96,14 @@ class MpiTransport:
         self._mpi = mpi
         self.mpi_error: type[Exception] = mpi.Exception
         with _lock:
-            self._communicator, opening = parent.Idup()
-        MpiTransfer(self, opening, torch.empty(0, device="cpu")).wait()
-        if self.ranks != tuple(range(rendezvous.size)):
+            if rendezvous.members:  # whose other ranks MPI must not wait for
+                members = [rendezvous.members[each] for each in self.ranks]
+                self._communicator = parent.Create_group(parent.Get_group().Incl(members))
+            else:
+                self._communicator, opening = parent.Idup()
+        if not rendezvous.members:
+            MpiTransfer(self, opening, torch.empty(0, device="cpu")).wait()
+        if not rendezvous.members and self.ranks != tuple(range(rendezvous.size)):
             with _lock:
                 whole = self._communicator
                 self._communicator = whole.Create_group(whole.Get_group().Incl(self.ranks))
@@ -269,7 +274,8 @@ def _load(communicator: Any, rendezvous: Rendezvous) -> tuple[Any, Any, str]:
     if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         return None, None, "has initialised MPI for one thread only; set mpi4py.rc.thread_level = 'multiple'"
     parent = mpi.COMM_WORLD if communicator is None else communicator
-    if (parent.rank, parent.size) == (rendezvous.rank, rendezvous.size):
+    rank, size = rendezvous.rank, rendezvous.size
+    if (parent.rank, parent.size) == (rank, size) or parent.rank in rendezvous.members[rank : rank + 1]:
         return mpi, parent, ""
     problem = (
         f"of this world of {rendezvous.size} is rank {parent.rank} of {parent.size} in MPI; start all ranks with one "
