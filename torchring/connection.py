@@ -6,7 +6,7 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -31,10 +31,16 @@ from torchring.gradients.validation import (
     refuse_part_of_state,
     sparse_parameters,
 )
+from torchring.gradients.views import whole_of
 from torchring.observer import Wrapped
 from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.rooms import participants, room
 from torchring.world import World
+
+_SKIPS_A_PART: Final = (
+    "on_nonfinite='skip' looks at one part of DTensors, and ranks with other parts would step; use GradScaler, or pass "
+    "on_nonfinite='raise' or 'ignore'"
+)
 
 
 class ConnectedOptimizer(OptimizerWrapper):
@@ -74,13 +80,15 @@ class ConnectedOptimizer(OptimizerWrapper):
             check_free(names, world)
             if world.outer.groups:
                 ignored |= self._left_to_others(names, world)
+            if options.on_nonfinite == "skip" and any(p is not whole_of(p) for p in names):
+                raise ValueError(_SKIPS_A_PART)
             refuse_part_of_state(optimizer)
             self._check(optimizer, options, world, names)
             if sync_initial_state and model is not None:
                 of_model = (*model.named_parameters(), *model.named_buffers())
                 own = {name: each for name, each in of_model if each not in ignored}
                 advice = "; or pass sync_initial_state=False if all ranks start alike"
-                shared = room("initial state").check_broadcastable(own, advice)
+                shared = room("initial state").check_broadcastable(own, world, advice)
         except Exception as error:
             problem = error
         if world.size > 1:

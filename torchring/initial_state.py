@@ -19,6 +19,7 @@ from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world, world_of
 from torchring.gradients.views import local_of, whole_of
 from torchring.participants.digests import digests
+from torchring.rooms import room
 from torchring.world import Group, World
 
 _ADVICE_AT_START: Final = (
@@ -43,8 +44,8 @@ def broadcast_parameters(
         ValueError: `src` is no rank, or a tensor is sparse, expanded or on another device; names the tensor.
         PlanMismatchError: ranks pass different tensors.
     """
-    tensors = check_broadcastable(model_or_state_dict)
     world = world_of(group)
+    tensors = check_broadcastable(model_or_state_dict, world)
     if not 0 <= src < world.size:
         raise ValueError(f"src must be a rank, 0 .. {world.size - 1}, got {src}")
     _broadcast(world, tensors, src)
@@ -54,7 +55,8 @@ def _broadcast(world: World, tensors: Mapping[str, torch.Tensor], src: int) -> N
     if world.size == 1:
         return
     collectives = collectives_of(world)
-    collectives.check_equal([f"tensor {i}: {n} {tuple(t.shape)} {t.dtype}" for i, (n, t) in enumerate(tensors.items())])
+    kinds = (f"{name} {tuple(t.shape)} {t.dtype}{getattr(t, 'place', '')}" for name, t in tensors.items())
+    collectives.check_equal([f"tensor {i}: {kind}" for i, kind in enumerate(kinds)])
     broadcast_together(collectives, tensors.values(), src)
 
 
@@ -65,11 +67,13 @@ def copy_from(world: World, src: int, tensors: Mapping[str, torch.Tensor], optim
         broadcast_state(optimizer, src, world)
 
 
-def check_broadcastable(model_or_state_dict: Any, advice: str = "") -> dict[str, torch.Tensor]:
+def check_broadcastable(
+    model_or_state_dict: Any, world: World | None = None, advice: str = ""
+) -> dict[str, torch.Tensor]:
     """The tensors of a module or of a mapping, by name. `advice` ends the message of an error.
 
     Raises ValueError, with its name, for one that `broadcast_parameters` cannot write to: it is sparse or expanded, or
-    neither on the CPU nor on a GPU.
+    neither on the CPU nor on a GPU; or a DTensor of which ranks of `world` have different parts.
     """
     if isinstance(model_or_state_dict, torch.nn.Module):
         # Not state_dict(): non-persistent buffers are part of what a replica computes with.
@@ -83,6 +87,8 @@ def check_broadcastable(model_or_state_dict: Any, advice: str = "") -> dict[str,
         try:
             check_dense(tensor)
             check_writable(tensor)
+            if world is not None and tensor is not whole_of(tensor):
+                room("mesh").common_dimensions(tensor, name, world)
         except ValueError as error:
             raise ValueError(f"{name} cannot be broadcast: {error}{advice}") from None
     return tensors

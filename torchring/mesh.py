@@ -127,30 +127,26 @@ def local_of(whole: DTensor) -> LocalParameter:
 
 def check(names: Mapping[torch.nn.Parameter, str], world: World, way_out: str) -> None:
     """Raise ValueError for a DTensor of which the ranks of `world` do not all hold the same part."""
-    members = world.members or range(world.size)
     for parameter, name in names.items():
-        if not isinstance(parameter, LocalParameter):
-            continue
-        mesh, placements = parameter.whole.device_mesh, parameter.whole.placements
-        if world.is_provisional:
-            raise ValueError(f"{name} is a DTensor, whose mesh does not survive lost ranks; train without --elastic")
-        if (own := mesh.get_coordinate()) is None:
-            raise ValueError(
-                f"{name} is a DTensor on {mesh}, which rank {members[world.rank]} is not part of; give each rank a "
-                "mesh that has it"
-            )
-        places = [place for rank in members for place in (mesh.mesh == rank).nonzero().tolist()]
-        parameter.label = name
-        parameter.common = frozenset(d for d, mine in enumerate(own) if any(place[d] != mine for place in places))
-        if any(placement.is_partial() for placement in placements):
-            raise ValueError(
-                f"{name} is placed {placements}: a sum that no rank has. Call redistribute() before you make it a "
-                "parameter"
-            )
-        if any(not placements[d].is_replicate() for d in parameter.common):
-            raise ValueError(
-                f"{name} is a DTensor, as fully_shard() makes them, placed {placements} on {mesh}: "
-                f"{ranks_in_words(members)} have other parts of it, and torchring reduces the gradients of whole "
-                "parameters. Pass group=mesh[...], with the dimension in which ranks have the same part. "
-                f"{way_out}"
-            )
+        if isinstance(parameter, LocalParameter):
+            parameter.label, parameter.common = name, common_dimensions(parameter, name, world, way_out)
+
+
+def common_dimensions(local: LocalParameter, name: str, world: World, way_out: str = "") -> frozenset[int]:
+    """The dimensions of its mesh in which ranks of `world` differ. Raises ValueError as `check` does."""
+    mesh, placements, members = local.whole.device_mesh, local.whole.placements, world.members or range(world.size)
+    if (own := mesh.get_coordinate()) is None:
+        raise ValueError(
+            f"{name} is a DTensor on {mesh}, without rank {members[world.rank]}; give it a mesh that has it"
+        )
+    places = [place for rank in members for place in (mesh.mesh == rank).nonzero().tolist()]
+    common = frozenset(d for d, mine in enumerate(own) if any(place[d] != mine for place in places))
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"{name} is placed {placements}: a sum that no rank has. Call redistribute() first")
+    if any(not placements[d].is_replicate() for d in common):
+        raise ValueError(
+            f"{name} is a DTensor, as fully_shard() makes them, placed {placements} on {mesh}, so that "
+            f"{ranks_in_words(members)} have different parts, and torchring reduces whole parameters. Pass "
+            f"group=mesh[...], with the dimension in which ranks have the same part{way_out}"
+        )
+    return common

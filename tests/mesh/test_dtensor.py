@@ -3,24 +3,32 @@
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.nn.parallel import DistributedDataParallel
 
 import torchring
 from tests.support.harness import ranks, run_ranks
+from tests.support.training import attempt
+from torchring.sharding import DistributedState
 
 _STEPS = 4
-Made = tuple[nn.Module, Any]
 
 
 class Net(nn.Module):
@@ -36,8 +44,8 @@ class Net(nn.Module):
         return self.spare(hidden) if has_spare else hidden
 
 
-def _made(tp: DeviceMesh | None) -> nn.Module:
-    model = Net().double()
+def _made(tp: DeviceMesh | None, has_spare: bool = True) -> nn.Module:
+    model: Any = Net().double()
     if tp is not None:
         plan = {
             "up": ColwiseParallel(output_layouts=Shard(1)),
@@ -48,6 +56,7 @@ def _made(tp: DeviceMesh | None) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parallelize_module(model, tp, plan)
+    model.spare = model.spare if has_spare else nn.Identity()
     return model
 
 
@@ -193,20 +202,169 @@ _SCRIPTS: list[tuple[Callable[[nn.Module, Any, int], None], dict[str, Any], dict
 ]
 
 
-@ranks(4, start=run_ranks)  # what torch keeps of a mesh keeps its process groups
-def test_trains_as_a_plain_model_does(rank: int) -> None:
-    torchring.init(timeout_seconds=20.0, process_group=True)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    d = mesh.get_local_rank("dp")
+def _check_scripts(mesh: DeviceMesh) -> None:
     for script, of_optimizer, options in _SCRIPTS:
         models = []
         for tp in (mesh["tp"], None):
             model = _made(tp)
             plain = torch.optim.AdamW(model.parameters(), 0.05, **of_optimizer)
             optimizer = torchring.wrap(plain, model, group=mesh["dp"], **options)
-            script(model, optimizer, d)
+            script(model, optimizer, mesh.get_local_rank("dp"))
             optimizer.close()
             models.append(model)
         apart = _apart(*models)
         print(script.__name__, of_optimizer, options, apart)
         assert apart < 1e-10
+
+
+def _wrap(model: nn.Module, group: Any, **options: Any) -> Any:
+    return torchring.wrap(torch.optim.AdamW(model.parameters(), 0.05), model, group=group, **options)
+
+
+# Mistakes: what a script does with the mesh and the rank, and words of the error of each rank.
+
+
+def _sharded_over_the_group(mesh: DeviceMesh, rank: int) -> None:
+    _wrap(_made(mesh["tp"]), mesh["tp"])
+
+
+def _sharded_over_all(mesh: DeviceMesh, rank: int) -> None:
+    _wrap(_made(mesh["tp"]), None)
+
+
+def _frozen_and_sharded(mesh: DeviceMesh, rank: int) -> None:
+    model = nn.ModuleList([_made(mesh["tp"]).requires_grad_(False), nn.Linear(2, 2)])
+    torchring.wrap(torch.optim.SGD(model[1].parameters(), 0.1), model)
+
+
+def _broadcast(mesh: DeviceMesh, rank: int) -> None:
+    torchring.broadcast_parameters(_made(mesh["tp"]))
+
+
+def _fully_sharded(mesh: DeviceMesh, rank: int) -> None:
+    model = Net()
+    fully_shard(model, mesh=mesh["dp"])
+    _wrap(model, mesh["dp"])
+
+
+def _crossing(mesh: DeviceMesh, rank: int) -> None:
+    _wrap(_made(mesh["tp"]), [[0, 3], [1, 2]])
+
+
+def _of_other_ranks(mesh: DeviceMesh, rank: int) -> None:
+    others = DeviceMesh("cpu", [0, 1])
+    value = distribute_tensor(torch.ones(2), others, [Replicate()]) if rank < 2 else None
+    value = DTensor.from_local(torch.ones(2), others, [Replicate()], run_check=False) if value is None else value
+    torchring.wrap(torch.optim.SGD([nn.Parameter(value)], 0.1), group=mesh["dp"])
+
+
+def _sum_of_ranks(mesh: DeviceMesh, rank: int) -> None:
+    value = DTensor.from_local(torch.ones(2), mesh["tp"], [Partial()], run_check=False)
+    torchring.wrap(torch.optim.SGD([nn.Parameter(value)], 0.1), group=mesh["dp"])
+
+
+def _added_later(mesh: DeviceMesh, rank: int) -> None:
+    optimizer = _wrap(_made(mesh["tp"]), mesh["dp"])
+    wrong = nn.Parameter(distribute_tensor(torch.ones(2), mesh["dp"], [Shard(0)]))
+    try:
+        optimizer.add_param_group({"params": [wrong]})
+    finally:
+        assert len(optimizer.param_groups) == 1
+        optimizer.close()
+
+
+def _skipping(mesh: DeviceMesh, rank: int) -> None:
+    _wrap(_made(mesh["tp"]), mesh["dp"], on_nonfinite="skip")
+
+
+def _muon(mesh: DeviceMesh, rank: int) -> None:
+    model = _made(mesh["tp"])
+    torchring.wrap(torch.optim.Muon([model.up.weight, model.down.weight]), model, group=mesh["dp"], shard=True)
+
+
+def _summed_by_dtensor(mesh: DeviceMesh, rank: int) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Replicate(), Shard(0)]))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), 0.1), model, group=mesh["dp"])
+    batch = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0), Replicate()])
+    try:
+        model(batch).sum().backward()
+    finally:
+        optimizer.close()
+
+
+_PARTS = "up.weight is a DTensor, as fully_shard() makes them", "have different parts", "group=mesh[...]"
+_MISTAKES: list[tuple[Callable[[DeviceMesh, int], None], str, tuple[str, ...]]] = [
+    (_sharded_over_the_group, "ValueError", (*_PARTS, "Train the bare model")),
+    (_sharded_over_all, "ValueError", _PARTS),
+    (_frozen_and_sharded, "ValueError", ("0.up.weight cannot be broadcast: 0.up.weight is a DTensor", "sync_initial")),
+    (_broadcast, "ValueError", _PARTS),
+    (_fully_sharded, "ValueError", _PARTS),
+    (_crossing, "PlanMismatchError", ("up.weight", "at (0, 0) of (6, 4)", "at (3, 0) of (6, 4)")),
+    (_of_other_ranks, "ValueError|PlanMismatchError", ("without rank",)),
+    (_sum_of_ranks, "ValueError", ("group0.param0 is placed (Partial(sum),)", "redistribute()")),
+    (_added_later, "ValueError", ("group1.param0 is a DTensor", "different parts")),
+    (_skipping, "ValueError", ("on_nonfinite='skip'", "GradScaler")),
+    (_muon, "ValueError", ("shard=True does not work with Muon and DTensors",)),
+    (
+        _summed_by_dtensor,
+        "GradientError",
+        ("the gradient of weight is placed (Partial(sum), Shard(dim=0))", "mesh['tp']"),
+    ),
+]
+
+
+def _check_mistakes(mesh: DeviceMesh) -> None:
+    for script, kinds, words in _MISTAKES:
+        problem = attempt(lambda script=script: script(mesh, dist.get_rank()))
+        print(script.__name__, problem)
+        assert problem.partition(":")[0] in kinds.split("|")
+        assert all(word in problem for word in words)
+        torchring.barrier()
+
+
+def _check_ddp(mesh: DeviceMesh) -> None:
+    """The same bits as DDP, which adds up two ranks in either order."""
+    d, model, theirs = mesh.get_local_rank("dp"), _made(mesh["tp"], False), _made(mesh["tp"], False)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), 0.1), model, group=mesh["dp"])
+    _pre_dp_module_transform(theirs)
+    ddp = DistributedDataParallel(theirs, process_group=mesh.get_group("dp"))
+    _plainly(model, optimizer, d)
+    local = list(ddp.parameters())
+    _plainly(ddp, torch.optim.SGD(local, 0.1), d)
+    assert all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), local, strict=True))
+
+
+def _check_checkpoints(mesh: DeviceMesh, folder: str) -> None:
+    """A run with sharded steps goes on with whole ones, and the other way round."""
+    d = mesh.get_local_rank("dp")
+    for number, has_shards in enumerate((True, False)):
+        model, other = _made(mesh["tp"], False), _made(mesh["tp"], False)
+        optimizer, another = _wrap(model, mesh["dp"], shard=has_shards), _wrap(other, mesh["dp"], shard=not has_shards)
+        _plainly(model, optimizer, d)
+        saved, loaded = DistributedState(optimizer), DistributedState(another)
+        path = f"{folder}/{number}"
+        dcp.save(dict(zip("mo", get_state_dict(model, saved), strict=True)), checkpoint_id=path)
+        optimizer.zero_grad()
+        of_model, of_optimizer = get_state_dict(other, loaded)
+        dcp.load({"m": of_model, "o": of_optimizer}, checkpoint_id=path)
+        set_state_dict(other, loaded, model_state_dict=of_model, optim_state_dict=of_optimizer)
+        for each, its in ((model, optimizer), (other, another)):
+            _plainly(each, its, d)
+        assert _apart(model, other) < 1e-10
+        state = optimizer.state_dict(all_ranks=True)["state"][0]["exp_avg"]
+        assert isinstance(state, DTensor)
+        assert state.shape == model.up.weight.shape
+        another.load_state_dict(optimizer.state_dict(all_ranks=True))
+        optimizer.close()
+        another.close()
+
+
+@ranks(4, start=run_ranks)  # what torch keeps of a mesh keeps its process groups
+def test_tensor_parallel_models(rank: int, tmp_path: Path) -> None:
+    torchring.init(timeout_seconds=20.0, process_group=True)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    _check_ddp(mesh)
+    _check_checkpoints(mesh, str(tmp_path))
+    _check_mistakes(mesh)
+    _check_scripts(mesh)

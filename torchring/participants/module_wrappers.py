@@ -85,7 +85,7 @@ def check(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
     """Raise ValueError if a module wrapper reduces one of the parameters, or has split it up over ranks of `world`."""
     MODULE_WRAPPERS.find()
     if any(parameter is not whole_of(parameter) for parameter in names):
-        room("mesh").check(names, world, WAY_OUT)
+        room("mesh").check(names, world, f". {WAY_OUT}")
     trainable = [parameter for parameter in names if parameter.requires_grad]
     if shared := MODULE_WRAPPERS.first_shared(trainable):
         index, kind = shared
