@@ -100,10 +100,7 @@ TESTS = {
     "torchring/collectives/operations.py": ("collectives/test_collectives test_initial_state", ""),
     "torchring/collectives/signature.py": ("gradients/test_plan collectives/test_collectives", ""),
     "torchring/participants/digests.py": ("participants/test_digests participants/test_replicas", ""),
-    "torchring/allreduce/direct.py": (
-        "allreduce/test_allreduce allreduce/test_faults",
-        "not (native or hierarchical)",
-    ),
+    "torchring/allreduce/direct.py": ("allreduce/test_allreduce allreduce/test_faults", "not (native or hierarchical)"),
     "torchring/allreduce/native.py": ("allreduce/test_allreduce allreduce/test_faults", "native"),
     "torchring/allreduce/hierarchical.py": ("allreduce/test_allreduce", "hierarchical or threads_end"),
 }

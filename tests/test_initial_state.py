@@ -36,9 +36,7 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 @ranks(2)
-def test_state_is_sent_where_it_differs_and_what_cannot_be_sent_is_named_on_all_ranks(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_is_sent_where_it_differs_and_what_cannot_is_named(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []  # bytes of each message that is not a digest
     broadcast, broadcast_bytes = operations.broadcast, state.broadcast_bytes
 

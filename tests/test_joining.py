@@ -13,16 +13,7 @@ import torchring
 from tests.support.checks import assert_same_everywhere
 from tests.support.grids import grid
 from tests.support.harness import ranks, run_ranks
-from tests.support.training import (
-    Script,
-    Side,
-    assert_as_one_process,
-    attempt,
-    loss_on,
-    momentum,
-    small_model,
-    values,
-)
+from tests.support.training import Script, Side, assert_as_one_process, attempt, loss_on, momentum, small_model, values
 
 
 def _join(side: Side, *objects: Any) -> AbstractContextManager[None]:
@@ -65,12 +56,7 @@ def _train_unevenly(
 
 @grid(
     "options, num_batches, accumulate, weighted",
-    [
-        {},
-        {"algorithm": "ring"},
-        {"algorithm": "native"},
-        {"bucket_mb": 25.0, "overlap": "thread"},
-    ],
+    [{}, {"algorithm": "ring"}, {"algorithm": "native"}, {"bucket_mb": 25.0, "overlap": "thread"}],
     [(4, 0, 3), (2, 5)],
     [1, 2],
     [False, True],

@@ -170,9 +170,7 @@ torchring.misspelt  # wrong
 
 
 @pytest.mark.grid
-def test_users_of_an_installed_package_have_its_types(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_package_has_its_types(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By mypy --strict; editors do as it does. `kernels` and `tests` of the checkout are nobody's to import."""
     pytest.importorskip("mypy")
     run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")])

@@ -39,9 +39,7 @@ def test_rows_are_read_back_and_results_say_where_they_are_from(tmp_path: Path) 
         assert rows
 
 
-def test_the_first_failure_ends_all_and_is_named(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_ends_all_and_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     def children() -> set[str]:
         """Of this process, zombies included."""
         return {pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}

@@ -427,7 +427,7 @@ def test_an_asynchronous_call_returns_before_the_others_have_come(
 
 @on_both_exchanges
 @ranks(2)
-def test_an_error_of_an_asynchronous_call_comes_out_of_wait(
+def test_errors_of_async_calls_come_out_of_wait(
     rank: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     join(rank, shares_memory, monkeypatch, 2.0)
@@ -526,9 +526,7 @@ def test_different_calls_are_an_error_on_every_rank_and_the_world_goes_on(
 
 @on_both_exchanges
 @ranks(3)
-def test_the_odd_one_of_three_is_named_by_the_others(
-    rank: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_odd_one_is_named_by_the_others(rank: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     join(rank, shares_memory, monkeypatch, 1.0)
     _mismatches(rank, 3, [_MISMATCHES[8], ("all_reduce(ones(2**20))", "all_reduce(ones(2**20), 'max')")])
 

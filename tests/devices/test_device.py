@@ -346,9 +346,7 @@ def test_a_peer_is_lost_if_it_is_gone_at_two_looks(
     all_reduce.close()
 
 
-def test_a_last_reduction_that_fails_is_not_left_without_a_word(
-    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_last_reduction_that_fails_is_told(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     all_reduce, _ = _all_reduce(accelerator)
     _sealed(all_reduce)
     monkeypatch.setattr(
@@ -544,9 +542,7 @@ def test_ranks_of_a_group_meet_at_barriers_of_symmetric_memory() -> None:
 
 
 @pytest.mark.parametrize(("release", "is_told"), [("2.13.0", True), ("2.14.0+cu130", False)])
-def test_a_group_is_found_by_name_without_a_default_group(
-    release: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_is_found_without_a_default_group(release: str, is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As symmetric memory looks for it. Releases that need no store would compare how often processes allocated."""
     from torch._C import _distributed_c10d as c10d
 

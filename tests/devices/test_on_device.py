@@ -31,15 +31,7 @@ from tests.support.adasum import assert_adasum
 from tests.support.checks import assert_bitwise, assert_within_rounding, digest, exact_inputs, logged
 from tests.support.fake_device import COMPUTE, FakeAccelerator, FakeMark
 from tests.support.scenarios import Scenarios, device
-from tests.support.training import (
-    Script,
-    Side,
-    assert_as_one_process,
-    attempt,
-    loss_on,
-    momentum,
-    small_model,
-)
+from tests.support.training import Script, Side, assert_as_one_process, attempt, loss_on, momentum, small_model
 from torchring import accelerators
 from torchring.default_world import default_world
 from torchring.devices.collectives import DeviceCollectives, of_script

@@ -262,8 +262,7 @@ def test_auto_measures_what_several_gpus_of_one_host_can_do(name: str, rank: int
 
 
 @pytest.mark.parametrize(
-    ("sizes_mib", "expected"),
-    [([0, 1], 1), ([1, *[10] * 30], 10), ([200, *[10] * 25], 10), ([600, *[10] * 25], 32)],
+    ("sizes_mib", "expected"), [([0, 1], 1), ([1, *[10] * 30], 10), ([200, *[10] * 25], 10), ([600, *[10] * 25], 32)]
 )
 def test_the_wire_that_is_measured_holds_the_middle_byte(sizes_mib: list[int], expected: int) -> None:
     """A wire of 600 MiB would take the memory of two candidates; what is true of 32 MiB is true of it."""

@@ -586,9 +586,7 @@ def test_a_discovery_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("yes a:1", "printed more than 1048576 bytes"),
     ],
 )
-def test_a_discovery_script_that_fails(
-    code: str, trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_discovery_scripts_that_fail(code: str, trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "sleep" in code:
         monkeypatch.setattr(hosts_module, "_SCRIPT_SECONDS", 0.3)
     hosts = hosts_module.from_script(script(tmp_path, code))
@@ -644,9 +642,7 @@ def test_a_message_that_is_none_is_one_clear_error() -> None:
 
 
 @pytest.mark.parametrize("key", [ORDERS, card_key(7)])
-def test_a_stranger_who_writes_into_the_store_ends_the_job_with_one_sentence(
-    key: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stranger_in_the_store_ends_the_job_with_one_sentence(key: str, capfd: pytest.CaptureFixture[str]) -> None:
     listener = Listener(hosts_module.fixed([Host("localhost", 2)]))
     store = DriverStore(listener)
     store.add_worker(7)

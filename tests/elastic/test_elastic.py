@@ -397,9 +397,7 @@ def _train_alone(rank: int, size: int, folder: Path, is_told: bool, shard: bool)
 
 @pytest.mark.takes_2_12
 @pytest.mark.parametrize("shard", [False, True])
-def test_without_a_driver_a_job_that_is_told_to_end_goes_on_when_it_is_started_again(
-    shard: bool, tmp_path: Path
-) -> None:
+def test_without_a_driver_a_job_that_is_told_to_end_goes_on_when_started_again(shard: bool, tmp_path: Path) -> None:
     run_ranks(_train_alone, 2, tmp_path, True, shard, expect_exit={0: 143, 1: 143})
     for first, parameters, said in run_ranks(_train_alone, 3, tmp_path, False, not shard):
         assert first == 13  # the signal came before the step was over

@@ -112,9 +112,7 @@ def test_after_the_last_commit_of_an_epoch_it_is_not_trained_again(makes_step: b
     assert list(sampler) == []
 
 
-def test_a_checkpoint_is_named_and_one_of_another_model_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_is_named_and_another_models_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def train(width: int, num_steps: int) -> int:
         @torchring.elastic.run
         def body(state: Any) -> int:
@@ -265,9 +263,7 @@ def _work() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_after_an_exception_at_any_point_all_is_as_if_nothing_had_been(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_an_exception_anywhere_all_is_as_if_nothing_had_been(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with ElasticJob(_work, size) as job:
         assert job.run(120) == 0
         assert {each["raises"] for each in job.notes("raises")} == {*_POINTS} - ({_NOT_FINITE} if size == 1 else set())

@@ -178,9 +178,7 @@ def test_a_tensor_that_the_script_has_put_into_grad_gets_the_result(numel: int) 
 
 
 @pytest.mark.parametrize(("compression", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_compressed_gradients_are_scaled_before_the_cast_and_keep_memory_and_dtype(
-    compression: str, dtype: torch.dtype
-) -> None:
+def test_compressed_gradients_are_scaled_before_the_cast_and_keep_memory(compression: str, dtype: torch.dtype) -> None:
     parameters = torch.ones(3, dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64)
     ranks = fake_ranks(2, *parameters, compression=compression)
     values = torch.tensor([[1e5, 2.0, 1 / 3], [0.0, 2.0, 1 / 3]]).double()  # 1e5 is inf in fp16, its half is not
@@ -423,8 +421,7 @@ def test_an_error_that_is_not_about_a_parameter_comes_out_as_it_is() -> None:
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
 @pytest.mark.parametrize(
-    ("numel", "how"),
-    [(2, "is added to"), (BIG, "is added to"), (2, "is added to in no_sync"), (2, "is written to")],
+    ("numel", "how"), [(2, "is added to"), (BIG, "is added to"), (2, "is added to in no_sync"), (2, "is written to")]
 )
 def test_adding_to_a_sum_is_refused(numel: int, how: str, compression: str | None) -> None:
     [rank] = fake_ranks(1, numel, 1, is_sum=True, compression=compression)
@@ -624,7 +621,7 @@ def on_device(accelerator: FakeAccelerator, streams: set[object], *parameters: i
     return fake_ranks(1, *parameters, open_packing=open_packing, **options)[0]
 
 
-def test_on_a_device_gradients_of_all_streams_are_weighed_by_launches_that_are_prepared_once(
+def test_on_a_device_all_streams_are_weighed_by_launches_that_are_prepared_once(
     accelerator: FakeAccelerator,
 ) -> None:
     """First in memory of their own, and then in the wire buffer."""

@@ -388,9 +388,7 @@ def test_a_backward_aborted_on_all_ranks_is_forgotten(
     [("inline", "auto"), ("thread", "auto"), ("thread", "native")],  # the last compares no tags
 )
 @ranks(2)
-def test_a_backward_aborted_on_one_rank_is_told_and_not_trained_through(
-    overlap: str, algorithm: str, rank: int
-) -> None:
+def test_a_backward_aborted_on_one_rank_is_told_not_trained_through(overlap: str, algorithm: str, rank: int) -> None:
     """Its next reduction is not the one that the other is in: mixing the two would be a silent wrong answer.
 
     The buckets of that reduction have other lengths than those that the other rank waits for.
@@ -413,9 +411,7 @@ def test_a_backward_aborted_on_one_rank_is_told_and_not_trained_through(
 
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
 @ranks(2)
-def test_a_backward_that_fails_on_one_rank_before_anything_has_left_is_its_own(
-    overlap: str, rank: int, world_size: int
-) -> None:
+def test_a_backward_that_fails_before_anything_has_left_is_the_ranks(overlap: str, rank: int, world_size: int) -> None:
     """The next one is that which the other rank is in. There is one bucket, which does not become full."""
     model = Deep()
     optimizer = wrapped(model, overlap=overlap)
@@ -433,9 +429,7 @@ def test_a_backward_that_fails_on_one_rank_before_anything_has_left_is_its_own(
 
 
 @ranks(2, start=run_ranks)
-def test_a_reduction_that_cannot_begin_on_one_rank_is_no_reduction_on_any(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reduction_that_cannot_begin_on_one_rank_begins_on_none(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 cannot have the buffers that the order of the first reduction asks for. The other learns why, at once."""
     torchring.init(timeout_seconds=20)
     model = Net()
@@ -489,9 +483,7 @@ class Three(torch.nn.Module):
 
 @pytest.mark.parametrize(("overlap", "algorithm"), [("inline", "direct"), ("thread", "direct"), ("auto", "native")])
 @ranks(2)
-def test_several_optimizers_that_ranks_reach_differently(
-    overlap: str, algorithm: str, rank: int, world_size: int
-) -> None:
+def test_optimizers_that_ranks_reach_differently(overlap: str, algorithm: str, rank: int, world_size: int) -> None:
     """Buckets of all leave during backward."""
     model = Three()
     names = [name for name, _ in model.named_parameters()]
@@ -524,9 +516,7 @@ def test_several_optimizers_that_ranks_reach_differently(
 
 
 @ranks(2)
-def test_a_rank_that_is_ahead_reduces_while_it_waits_to_hear_what_others_have_reached(
-    rank: int, world_size: int
-) -> None:
+def test_a_rank_that_is_ahead_reduces_while_it_waits_for_what_others_reach(rank: int, world_size: int) -> None:
     """Rank 1 begins its backward when rank 0 has ended its own, and ends it when rank 0 has done its part meanwhile."""
     model = Three()
     optimizers = [wrapped(part, bucket_mb=0.0, algorithm="direct", overlap="inline") for part in (model.a, model.b)]
@@ -625,7 +615,7 @@ def test_an_optimizer_that_leaves_its_neighbour(rank: int, world_size: int) -> N
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @ranks(2)
-def test_a_gradient_that_one_rank_has_written_to_is_synchronized_or_an_error_on_all_at_once(
+def test_a_gradient_that_one_rank_has_written_to_is_synchronized_or_an_error(
     op: str, tmp_path: Path, rank: int
 ) -> None:
     torchring.init(timeout_seconds=6)
@@ -654,9 +644,7 @@ def test_a_gradient_that_one_rank_has_written_to_is_synchronized_or_an_error_on_
 
 
 @ranks(2)
-def test_an_optimizer_that_is_dropped_leaves_its_group_and_is_of_no_use_where_it_was_kept(
-    rank: int, world_size: int
-) -> None:
+def test_a_dropped_optimizer_leaves_its_group_and_is_of_no_use_where_it_was_kept(rank: int, world_size: int) -> None:
     first, second = Net(), Net()
     dropped = wrapped(first)
     first(batch(rank)).backward()

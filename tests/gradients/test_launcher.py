@@ -57,7 +57,7 @@ def test_held_buckets_all_leave_at_the_end_before_one_is_waited_for() -> None:
     assert starts(rank) == [0]
 
 
-def test_a_backward_that_may_reach_several_optimizers_has_few_buckets_under_way(
+def test_where_a_backward_may_reach_several_optimizers_few_buckets_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The all-reduce waits for other ranks where too many are, and these may wait for this one in another reduction."""
@@ -126,7 +126,7 @@ def test_what_was_noted_when_a_backward_is_aborted_is_local() -> None:
 
 
 @pytest.mark.parametrize(("num_left", "number", "order"), [(0, 0, None), (2, 1, None), (3, 1, [0, 1, 2])])
-def test_who_aborts_a_reduction_goes_on_with_the_number_of_its_peers(
+def test_who_aborts_a_reduction_has_the_number_of_its_peers(
     num_left: int, number: int, order: list[int] | None
 ) -> None:
     """Once a bucket has left, peers finish the reduction. Once all have left, they know the order of gradients, too."""

@@ -106,9 +106,7 @@ def test_given_order_of_some() -> None:
         (torch.bfloat16, "fp16", torch.bfloat16),
     ],
 )
-def test_compression_narrows_and_never_widens(
-    dtype: torch.dtype, compression: str | None, expected: torch.dtype
-) -> None:
+def test_compression_only_narrows(dtype: torch.dtype, compression: str | None, expected: torch.dtype) -> None:
     assert plans.wire_dtype(dtype, compression) == expected
 
 

@@ -13,15 +13,7 @@ import torchring
 from tests.support.checks import digest
 from tests.support.harness import ranks, run_pooled, run_ranks
 from tests.support.scripts import Raises
-from tests.support.training import (
-    TINY_MB,
-    Side,
-    assert_as_one_process,
-    attempt,
-    momentum,
-    small_model,
-    values,
-)
+from tests.support.training import TINY_MB, Side, assert_as_one_process, attempt, momentum, small_model, values
 from torchring.gradients.weights import check_weight
 
 

@@ -297,9 +297,7 @@ def test_ranks_that_have_joined_take_part_in_the_backwards_of_the_others(world_s
 
 @pytest.mark.parametrize("shares_memory", [True, False])
 @ranks(2)
-def test_a_rank_that_has_joined_ends_the_layers_of_the_others(
-    shares_memory: bool, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_joined_rank_ends_layers_of_others(shares_memory: bool, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks join together first. Then rank 0 has another batch, on one host after more than the timeout."""
     if not shares_memory:
         monkeypatch.setattr(host_module, "_host_identity", lambda: f"host {rank}")

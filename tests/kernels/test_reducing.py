@@ -90,9 +90,7 @@ def test_the_order_of_addition_shows() -> None:
     ("run", "word", "come"),
     [(run_direct, 1, 0), (run_direct, 1, 1), (run_ring, 2, 0), (run_ring, 2, 1), (run_ring, 2, 2)],
 )
-def test_abort_ends_the_wait_and_poisons(
-    run: Callable[[Place, Round], None], word: int, come: int, device: str
-) -> None:
+def test_abort_ends_waits_and_poisons(run: Callable[[Place, Round], None], word: int, come: int, device: str) -> None:
     """After as many meetings, or steps that the left neighbour comes along."""
     place = places_of_one_process(2, device)[0]
     words(place)[0][:, word] = come

@@ -170,9 +170,7 @@ def test_the_reaper_collects_orphans(tmp_path: Path) -> None:
     assert process.wait(patient(20)) == 143
 
 
-def test_the_reaper_meets_a_process_of_another_user(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reaper_and_another_users_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """It goes on with the others."""
     own, really_kill = subprocess.Popen(["sleep", "60"]), os.kill
 
@@ -286,9 +284,7 @@ def test_a_folder_for_logs_that_cannot_be_made_is_named_with_its_option(
         ("node1", []),
     ],
 )
-def test_an_address_that_may_differ_for_other_hosts(
-    address: str, resolved: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_that_differs_elsewhere(address: str, resolved: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "resolve", {address: resolved}.__getitem__)
     with agent._listener(HostPlan(1, 0, 2, 2, 0, "node1", address, 0, OutputOptions())) as listener:
         assert listener.getsockname()[0] in ("0.0.0.0", "::")

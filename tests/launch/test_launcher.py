@@ -200,9 +200,7 @@ def called(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[in
         ("top --evry=3 x", "torchring top: unrecognized arguments: --evry=3; did you mean --every?"),
     ],
 )
-def test_a_usage_error_is_the_error_and_where_help_is(
-    line: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_usage_error_says_where_help_is(line: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     hint = f"`{complaint.partition(':')[0]} --help` shows what can be given"
     assert called(line.split(), capsys) == (2, "", f"{complaint}\n{hint}\n")
 

@@ -123,9 +123,7 @@ def test_srun_starts_a_step_that_reads_what_ssh_reads() -> None:
     assert "secret" not in " ".join(jobs[1].command)
 
 
-def test_a_python_with_an_equals_sign_in_its_path_starts_on_another_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_with_an_equals_sign_in_its_path_starts_afar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "a=b"))
     (tmp_path / "a=b").symlink_to(os.path.realpath("/proc/self/exe"))
     for name in ("A", "LD_A"):

@@ -28,17 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import torchring
 from tests.support.checks import assert_same_everywhere, digest
 from tests.support.harness import ranks, run_ranks
-from tests.support.training import (
-    TINY_MB,
-    Side,
-    attempt,
-    batch,
-    loss_on,
-    momentum,
-    small_model,
-    train,
-    values,
-)
+from tests.support.training import TINY_MB, Side, attempt, batch, loss_on, momentum, small_model, train, values
 from torchring.gradients.views import CAN_SWAP
 from torchring.participants import replicas
 

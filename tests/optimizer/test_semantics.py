@@ -652,10 +652,7 @@ CASES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "run again in a notebook": (_dropped,),
         "a group is added": (_grown,),
     },
-    "zeroing and clipping": {
-        **{way: (_zeroed, way) for way in _ZEROING},
-        "clip": (_clipped,),
-    },
+    "zeroing and clipping": {**{way: (_zeroed, way) for way in _ZEROING}, "clip": (_clipped,)},
     "closures": {
         kind: (_closure, kind) for kind in ("sgd", "sgd, a number", "lbfgs", "lbfgs, wolfe", "lbfgs, a rank skips")
     },

@@ -269,9 +269,7 @@ def test_machines_of_two_kinds_may_differ_by_rounding(rank: int) -> None:
 
 @pytest.mark.parametrize(("world_size", "culprits"), [(2, (0, 1)), (3, (0, 2))])
 @ranks()
-def test_a_step_more_or_less_on_one_rank_is_found_in_the_next_backward(
-    world_size: int, culprits: tuple[int, ...], rank: int
-) -> None:
+def test_one_step_more_is_found_in_the_next_backward(world_size: int, culprits: tuple[int, ...], rank: int) -> None:
     for culprit, odd in itertools.product(culprits, (3, 5)):
         model = small_model()
         optimizer = torchring.wrap(momentum(model), model)

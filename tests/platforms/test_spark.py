@@ -309,9 +309,7 @@ def test_what_cannot_work_is_refused_at_once(spark: Any, monkeypatch: pytest.Mon
         importlib.reload(torchring.spark)
 
 
-def test_strangers_at_the_port_of_the_driver_are_sent_away(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_strangers_are_sent_away(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     from torchring.spark import reports
 
     monkeypatch.setattr(reports, "_TOKEN_SECONDS", 3.0)

@@ -62,9 +62,7 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
         assert said in capsys.readouterr().err
 
 
-def test_what_cannot_be_read_or_written_is_one_sentence(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_read_is_one_sentence(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (empty := tmp_path / "empty").mkdir()
     gone = folder / "gone" / "table.csv"
     for arguments, said in (

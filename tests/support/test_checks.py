@@ -101,9 +101,7 @@ def test_rounding_passes_an_honest_sum_and_fails_a_sloppy_one(dtype: torch.dtype
     ("dtype", "bits", "smallest"),
     [*zip(FLOATS, (11, 8, 24, 53), (2.0**-24, 2.0**-133, 2.0**-149, 2.0**-1074), strict=True)],
 )
-def test_rounding_allows_so_many_units_and_no_floor_but_the_smallest_subnormal(
-    dtype: torch.dtype, bits: int, smallest: float
-) -> None:
+def test_rounding_allows_so_many_units_and_no_other_floor(dtype: torch.dtype, bits: int, smallest: float) -> None:
     unit = 2.0**-bits
     one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     assert_within_rounding(one - unit, one, one, 0, dtype)

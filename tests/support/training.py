@@ -49,11 +49,7 @@ def on_rank(rank: int, world_size: int, script: Script, args: tuple[Any, ...]) -
 
 
 def assert_as_one_process(
-    script: Script,
-    *args: Any,
-    world_size: int = 2,
-    tolerance: float = 1e-9,
-    run: Callable[..., list[Any]] = run_pooled,
+    script: Script, *args: Any, world_size: int = 2, tolerance: float = 1e-9, run: Callable[..., list[Any]] = run_pooled
 ) -> list[Any]:
     """script(side, *args) gives a list of tensors, None and numbers; returns those of the ranks, in rank order."""
     expected = script(Side(tuple(range(world_size)), False), *args)

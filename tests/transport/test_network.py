@@ -84,10 +84,7 @@ def _expected_parameters(world_size: int) -> list[torch.Tensor]:
 
 
 def _train_exactly(
-    rank: int,
-    algorithm: str,
-    compression: str | None = None,
-    in_backward: Callable[[int], None] = lambda step: None,
+    rank: int, algorithm: str, compression: str | None = None, in_backward: Callable[[int], None] = lambda step: None
 ) -> str:
     """To the right parameters. Returns which algorithm it was. `in_backward(step)` is called in the midst of it."""
     parameters = _parameters()
@@ -154,11 +151,7 @@ def test_why_gloo_cannot_connect_is_said_on_every_rank(network: Network) -> None
             subprocess.run(network.command(host, ["ip", *command.split()]), check=True)
     cases = [
         ((1, 1, 1), {1: "ib0"}, r"Gloo cannot listen on rank 1 .*IFNAME=ib0: Unable .* ib0; .* eth0 \(10\.[0-9.]+\)"),
-        (
-            (2, 1),
-            dict.fromkeys(range(3), ""),
-            r"rank 0 .* at 127\.0\.[01]\.1, .* not set, and the name .*set GLOO",
-        ),
+        ((2, 1), dict.fromkeys(range(3), ""), r"rank 0 .* at 127\.0\.[01]\.1, .* not set, and the name .*set GLOO"),
         ((1, 1, 1), {0: "same0", 1: "same0"}, r"on rank \d .*refused.* rank 1 \(.*\) at 172\.17\.0\.1.* set GLOO_SOC"),
     ]
     worlds = [HostedWorld(network, layout, (interfaces, said)) for layout, interfaces, said in cases]

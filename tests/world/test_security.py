@@ -121,9 +121,7 @@ _INTRUDERS: dict[str, Callable[[str], bytes]] = {  # what they say, given rank 0
         ),
     ],
 )
-def test_an_intruder_gets_no_memory_and_keeps_nobody_out(
-    monkeypatch: pytest.MonkeyPatch, words: Callable[[str], bytes], user: int
-) -> None:
+def test_intruders_get_no_memory(monkeypatch: pytest.MonkeyPatch, words: Callable[[str], bytes], user: int) -> None:
     """Ranks 1 and 2 connect to rank 0, the intruder after rank 1 and before rank 2."""
     rank_1_has_dialled = threading.Event()
     intruders: list[subprocess.Popen[str]] = []

@@ -125,9 +125,7 @@ def _ray() -> dict[str, Any]:
     ],
 )
 @ranks(1, run_ranks, launcher_env=False)
-def test_workers_of_frameworks_do_not_train_alone_without_a_word(
-    kind: str, environ: dict[str, str], expected: str
-) -> None:
+def test_workers_of_frameworks_do_not_train_alone_in_silence(kind: str, environ: dict[str, str], expected: str) -> None:
     if kind in ("barrier", "task"):
         task = BarrierTaskContext() if kind == "barrier" else types.SimpleNamespace(partitionId=lambda: 3)
         sys.modules.update(_spark(task))
