@@ -25,7 +25,6 @@ from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Participant
 from torchring.gradients.validation import (
     check_options,
-    ignored_tensors,
     named_parameters,
     parameters_of,
     refuse_part_of_state,
@@ -76,7 +75,7 @@ class ConnectedOptimizer(OptimizerWrapper):
             if isinstance(optimizer, ConnectedOptimizer):
                 raise ValueError("this optimizer is distributed already; wrap the plain one, once")
             names = self._name_parameters(optimizer, model)
-            ignored = ignored_tensors(ignore, model, names, world)
+            ignored = room("initial state").ignored_tensors(ignore, model, names, world)
             check_free(names, world)
             if world.outer.groups:
                 ignored |= self._left_to_others(names, world)

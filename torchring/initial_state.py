@@ -7,7 +7,7 @@ import io
 import pickle
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -65,6 +65,41 @@ def copy_from(world: World, src: int, tensors: Mapping[str, torch.Tensor], optim
     _broadcast(world, check_broadcastable(tensors), src)
     if optimizer is not None and not is_sharded(optimizer):  # or else each rank has loaded its part
         broadcast_state(optimizer, src, world)
+
+
+def ignored_tensors(
+    ignore: Sequence[str | torch.nn.Module | torch.Tensor],
+    model: torch.nn.Module | None,
+    names: Mapping[torch.nn.Parameter, str],
+    world: World,
+) -> set[torch.Tensor]:
+    """The parameters and buffers that `wrap(ignore=...)` means. `names`: of the optimizer's parameters."""
+    if isinstance(ignore, (str, torch.Tensor, torch.nn.Module)):
+        raise TypeError(f"ignore takes a list of names, modules and parameters, got a {type(ignore).__name__}")
+    if ignore and model is None:
+        raise ValueError("ignore takes parts of the model, so pass the model to torchring.wrap(), too")
+    if ignore and world.is_provisional:
+        raise ValueError("ignore does not work in elastic jobs, where new workers get all that others have")
+    everything: dict[str, torch.Tensor | torch.nn.Module] = {}
+    for found in () if model is None else (model.named_modules, model.named_parameters, model.named_buffers):
+        everything |= dict(found(remove_duplicate=False))
+    ids = set(map(id, everything.values()))
+    ignored: set[torch.Tensor] = set()
+    for each in ignore:
+        part = everything.get(each) if isinstance(each, str) else each
+        if not isinstance(each, (str, torch.nn.Module, torch.Tensor)):
+            raise TypeError(f"ignore takes names, modules and parameters, got a {type(each).__name__}")
+        if part is None or id(part) not in ids:
+            what = repr(each) if isinstance(each, str) else f"a {type(each).__name__}"
+            raise ValueError(f"ignore has {what}, which is no parameter, buffer or module of the model")
+        parts = (*part.parameters(), *part.buffers()) if isinstance(part, torch.nn.Module) else (part,)
+        ignored.update(map(local_of, parts))
+    if (name := next((name for p, name in names.items() if p in ignored), None)) is not None:
+        raise ValueError(
+            f"{name} is ignored, and in the optimizer, whose parameters are equal on all ranks; give what belongs to a "
+            "rank an optimizer of its own that is not wrapped"
+        )
+    return ignored
 
 
 def check_broadcastable(

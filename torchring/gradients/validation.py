@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Final, Literal, NoReturn, cast, get_args
 
@@ -19,7 +19,6 @@ from torchring.gradients.plan import COMPRESSIONS
 from torchring.gradients.reduction import NonFiniteGradient
 from torchring.gradients.views import local_of
 from torchring.rooms import room
-from torchring.world import World
 
 GradientOp = Literal["mean", "sum"]
 OnNonfinite = Literal["raise", "skip", "ignore"]
@@ -99,41 +98,6 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
     if not any(parameter.requires_grad for parameter in names):
         raise ValueError("none of the optimizer's parameters requires a gradient, so there is nothing to reduce")
     return names
-
-
-def ignored_tensors(
-    ignore: Sequence[str | torch.nn.Module | torch.Tensor],
-    model: torch.nn.Module | None,
-    names: Mapping[torch.nn.Parameter, str],
-    world: World,
-) -> set[torch.Tensor]:
-    """The parameters and buffers that `wrap(ignore=...)` means. `names`: of the optimizer's parameters."""
-    if isinstance(ignore, (str, torch.Tensor, torch.nn.Module)):
-        raise TypeError(f"ignore takes a list of names, modules and parameters, got a {type(ignore).__name__}")
-    if ignore and model is None:
-        raise ValueError("ignore takes parts of the model, so pass the model to torchring.wrap(), too")
-    if ignore and world.is_provisional:
-        raise ValueError("ignore does not work in elastic jobs, where new workers get all that others have")
-    everything: dict[str, torch.Tensor | torch.nn.Module] = {}
-    for found in () if model is None else (model.named_modules, model.named_parameters, model.named_buffers):
-        everything |= dict(found(remove_duplicate=False))
-    ids = set(map(id, everything.values()))
-    ignored: set[torch.Tensor] = set()
-    for each in ignore:
-        part = everything.get(each) if isinstance(each, str) else each
-        if not isinstance(each, (str, torch.nn.Module, torch.Tensor)):
-            raise TypeError(f"ignore takes names, modules and parameters, got a {type(each).__name__}")
-        if part is None or id(part) not in ids:
-            what = repr(each) if isinstance(each, str) else f"a {type(each).__name__}"
-            raise ValueError(f"ignore has {what}, which is no parameter, buffer or module of the model")
-        parts = (*part.parameters(), *part.buffers()) if isinstance(part, torch.nn.Module) else (part,)
-        ignored.update(map(local_of, parts))
-    if (name := next((name for p, name in names.items() if p in ignored), None)) is not None:
-        raise ValueError(
-            f"{name} is ignored, and in the optimizer, whose parameters are equal on all ranks; give what belongs to a "
-            "rank an optimizer of its own that is not wrapped"
-        )
-    return ignored
 
 
 def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Parameter]:
