@@ -258,6 +258,7 @@ class ConnectedOptimizer(OptimizerWrapper):
     def _observe(self, world: World) -> None:
         """Let those who observe `world` see the steps."""
         self._forward_watch.observers = weakref.ref(world.observer)
+        self._members = world.members
         world.observer.connect(self._describe)
 
     def _describe(self) -> Wrapped:
@@ -265,7 +266,7 @@ class ConnectedOptimizer(OptimizerWrapper):
         options["model"] = "None" if self._model is no_model else "given"
         options["optimizer"] = type(self.optimizer).__name__
         options["fused"] = str(bool(self.optimizer.defaults.get("fused")))
-        return Wrapped(self._names, options, self._wrapped_at, self._sync)
+        return Wrapped(self._names, options, self._wrapped_at, self._sync, self._members)
 
     def _drop_early_hooks(self) -> None:
         for handle in self._early_handles:

@@ -66,7 +66,7 @@ def metrics() -> dict[str, float]:
     found: dict[str, float] = {
         "rank": world.rank,
         "world_size": world.size,
-        "steps_total": world.observer.num_steps,
+        "steps_total": world.num_steps,
         "samples_total": recorder.num_samples_before,
         "reduced_bytes_total": recorder.num_bytes,
     }

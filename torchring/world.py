@@ -192,6 +192,11 @@ class World:
             rendezvous.publish("open", b"")  # a process that comes later does not belong to the ranks: see `refuse`
 
     @property
+    def num_steps(self) -> int:
+        """How many steps this rank has made, with all optimizers of this world and of its groups."""
+        return sum(world.observer.num_steps for world in (self, *self.groups.values()))
+
+    @property
     def num_cores(self) -> int:
         """Number of processor cores that the ranks of this host may use together, as Linux counts them."""
         return len(self._cores)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.traces import MS, simulate, write
-from torchring.observe.recorder.files import TraceError, path_of
+from torchring.observe.recorder.files import TraceError, path_of, read
 from torchring.observe.recorder.records import ClockOffset, RankTrace, RunInfo
+from torchring.report.command import main
 from torchring.report.model.merge import load, merge
 from torchring.report.verdict.analysis import analyse
 
@@ -41,7 +42,7 @@ def test_a_torn_file_and_a_missing_rank_are_named_and_the_rest_is_shown(tmp_path
         write(tmp_path, trace)
     path_of(tmp_path, 1).write_bytes(path_of(tmp_path, 1).read_bytes()[:500])
     path_of(tmp_path, 2).unlink()
-    job = load(tmp_path)
+    (job,) = load(tmp_path)
     assert [trace.run_info.rank for trace in job.traces] == [0, 3]
     assert len(job.steps) == 20
     torn, missing = job.problems
@@ -71,12 +72,36 @@ def test_how_a_job_ended(tmp_path: Path) -> None:
     ):
         for trace in traces:
             write(tmp_path, trace)
-        job = load(tmp_path)
+        (job,) = load(tmp_path)
         assert (job.problems, job.ended_badly) == (problems, ended_badly)
         assert len(job.steps) == min(len(trace.steps) for trace in traces)
     write(tmp_path, lost)
     write(tmp_path, whole[0])
-    assert load(tmp_path).ended_badly == "Rank 2 was killed, or still runs."
+    assert load(tmp_path)[0].ended_badly == "Rank 2 was killed, or still runs."
+
+
+def test_a_rank_waits_for_ranks_of_its_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 3 is late, and only rank 1 waits for it. Then all ranks also reduce with another optimizer."""
+    groups = [(0, 2), (1, 3)]
+    traces = simulate(4, 20, input_ms=[2.0, 2.0, 2.0, 30.0])
+    for rank, trace in enumerate(traces):
+        here = {"ranks": groups[rank % 2], "algorithm": "direct", "overlap": "inline", "options": {}, "clock": []}
+        write(tmp_path, run_info(trace, groups={"0": here}))
+    even, odd = map(analyse, load(tmp_path))
+    assert (even.job.group, odd.job.group) == tuple(groups)
+    assert [wait.awaited for wait in odd.waits] == [3]
+    assert odd.verdict.sentence.startswith("Group of ranks 1, 3: ")
+    assert 3 not in {rank for wait in even.waits for rank in (*wait.waiting, wait.awaited)}
+    assert (even.size, even.run_info.local_size, even.run_info.host_ranks) == (2, 2, 4)
+    assert even.predictions
+    assert main([str(tmp_path), "--csv", str(tmp_path / "steps.csv"), "--no-html"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Group of")][1:]
+    assert (tmp_path / "steps-2.csv").exists()
+    for trace in traces:
+        both = (*trace.run_info.parameters, *(each._replace(optimizer=1) for each in trace.run_info.parameters))
+        write(tmp_path, run_info(read(path_of(tmp_path, trace.run_info.rank)), parameters=both))
+    assert [job.group for job in load(tmp_path)] == [(), *groups]
+    assert not any(analyse(job).predictions for job in load(tmp_path)), "times of both are in one another"
 
 
 def test_a_folder_without_a_trace_is_an_error(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ class Stats:
         noise_scale: with noise_scale=True, the gradient noise scale, in samples (McCandlish et al. 2018): if batch_size
             is far below it, a larger batch still pays. Infinite if noise hides the gradient. None in the first 129
             reductions, in a world of one, and without batch_size.
+        group: the ranks of the job that reduce together, ascending; empty if all do.
     """
 
     algorithm: str
@@ -55,9 +56,12 @@ class Stats:
     num_skipped_steps: int = 0
     batch_size: float = 0.0
     noise_scale: float | None = None
+    group: tuple[int, ...] = ()
 
 
-def stats_of(layout: BucketLayout, num_reductions: int, num_skipped_steps: int, noise: Any) -> Stats:
+def stats_of(
+    layout: BucketLayout, num_reductions: int, num_skipped_steps: int, noise: Any, group: tuple[int, ...]
+) -> Stats:
     """The cost of communication so far. `noise`: the participant that measures the gradient noise scale, or None."""
     timing = layout.timing
     layout.agreement.poll()
@@ -78,6 +82,7 @@ def stats_of(layout: BucketLayout, num_reductions: int, num_skipped_steps: int, 
         num_skipped_steps=num_skipped_steps,
         batch_size=0.0 if noise is None else noise.batch_size,
         noise_scale=None if noise is None else noise.noise_scale,
+        group=group,
     )
 
 

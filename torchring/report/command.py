@@ -17,6 +17,7 @@ from torchring.report.show.exports import write_csv, write_trace_json
 from torchring.report.show.page import write_page
 from torchring.report.show.terminal import plain
 from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.findings import Analysis
 
 _TYPICAL_ALPHA_MS: Final = 0.05  # latency of a message over TCP between neighbouring hosts
 _GOODPUT: Final = 0.94  # of the bandwidth: headers of Ethernet and TCP take the rest of frames of 1,500 bytes
@@ -28,24 +29,33 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     folder = Path(options.folder)
     try:
-        job = load(folder)
+        jobs = load(folder)
     except TraceError as error:
         print(f"torchring report: {error}", file=sys.stderr)
         return 1
     given = None
     if options.bandwidth is not None:
         given = Network(_TYPICAL_ALPHA_MS, options.bandwidth / 8 * _GOODPUT, is_alpha_known=False)
-    analysis = analyse(job, given)
+    return max([_report(analyse(job, given), number, options) for number, job in enumerate(jobs, 1)])
+
+
+def _report(analysis: Analysis, number: int, options: argparse.Namespace) -> int:
+    """Show one analysis, and write the files asked for: from the second one on, with its number in their names."""
+
+    def write(path: Path, write_to: Callable[[Analysis, Path], None]) -> None:
+        path = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
+        codes.append(_write(path, lambda path: write_to(analysis, path)))
+
     with contextlib.suppress(BrokenPipeError):  # as in `torchring report DIR | head`: files are written all the same
-        print(plain(analysis), end="", flush=True)
+        print("\n" * (number > 1) + plain(analysis), end="", flush=True)
     codes = [0]
     if options.csv is not None:
-        codes.append(_write(options.csv, lambda path: write_csv(analysis, path)))
+        write(options.csv, write_csv)
     if options.trace_json is not None:
-        codes.append(_write(options.trace_json, lambda path: write_trace_json(analysis, path)))
+        write(options.trace_json, write_trace_json)
     if not options.no_html:
         try:
-            codes.append(_write(options.html or folder / _PAGE, lambda path: write_page(analysis, path)))
+            write(options.html or Path(options.folder, _PAGE), write_page)
         except ImportError as error:
             print(f"torchring report: {error}", file=sys.stderr)
             codes.append(0 if options.html is None else 2)  # the summary is a report, too

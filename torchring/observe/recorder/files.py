@@ -13,7 +13,7 @@ import numpy as np
 from torchring.observe.recorder.records import Arrivals, ClockOffset, ParameterRecord, RankTrace, RunInfo, decode
 from torchring.safe_files import reading, replacing
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 
 
 class TraceError(Exception):

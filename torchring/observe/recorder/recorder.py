@@ -15,7 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torchring.observe.loading import UNKNOWN, Loading, since
 from torchring.observe.recorder.device_times import DeviceTimes
@@ -42,7 +42,7 @@ _MOST_NUMBERS: Final = BUCKET_LENGTH * 8_192  # about the buckets of one step: a
 
 
 class Recorder(Observer):
-    """The last steps of one rank in one world. For the thread that trains; others may read.
+    """The last steps of one rank in one world and its groups. For the thread that trains; others may read.
 
     Args:
         num_steps: how many steps this rank has made before.
@@ -53,6 +53,7 @@ class Recorder(Observer):
         self.run_info = RunInfo()
         self.parameters: dict[int, tuple[ParameterRecord, ...]] = {}  # by optimizer
         self._numbers: dict[tuple[tuple[str, int], ...], int] = {}  # of optimizers, by their parameters
+        self.groups: dict[str, dict[str, Any]] = {}  # see `RunInfo`
         # The steps that have ended
         self.num_steps = num_steps
         self.num_samples_before = 0  # that forward was given in these steps
@@ -140,7 +141,7 @@ class Recorder(Observer):
         self.num_samples += num_samples or 0
 
     def end_step(self, number: int) -> None:
-        now = time.perf_counter_ns()
+        now, number = time.perf_counter_ns(), max(number, self.num_steps)  # each group counts its own
         stamps, buckets, loading = self._stamps, self._buckets, self.loading
         own = (
             *(number, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns),
@@ -183,6 +184,7 @@ class Recorder(Observer):
             batch_size=self.batch_size,
             noise_scale=-1.0 if self.noise_scale is None else self.noise_scale,
             is_compiled=has_compiled(),
+            groups=self.groups,
         )
         steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
         return RankTrace(run_info, (), tuple(self.arrivals), tuple(self.clock)), steps

@@ -21,7 +21,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torchring.observer import Phase
 
@@ -149,6 +149,9 @@ class RunInfo:
     is_compiled: bool = False  # torch.compile has compiled something
     options: dict[str, str] = field(default_factory=dict)  # other arguments of `wrap`, by name, as text
     parameters: tuple[ParameterRecord, ...] = ()  # of one optimizer after the other, in the order of registration
+    # of optimizers in groups of ranks, by number: "ranks", and "algorithm", "overlap", "options" and "clock" as here
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    host_ranks: int = 0  # of the job on this host, where `local_size` is that of a group
     # The trace
     versions: dict[str, str] = field(default_factory=dict)  # of "torchring", "torch" and "python"
     ended_by: str = "end"  # or the text of an error; "" if the rank goes on, and these are its last steps only

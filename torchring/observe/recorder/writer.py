@@ -90,18 +90,19 @@ class TraceWriter:
 
 
 class WorldRecorder(Recorder):
-    """Records the steps of this rank in `world`. The trace is written when the world breaks or closes."""
+    """Records the steps of this rank in `world` and in groups of its ranks, as one sequence.
+
+    The trace is written when one of these worlds breaks, or `world` closes.
+    """
 
     def __init__(self, world: World) -> None:
-        super().__init__(world.observer.num_steps)
+        super().__init__(world.num_steps)
         self.world: World | None = world  # until it is closed
         self.clock = world.shared(offsets_of)
         if (folder := os.environ.get(TRACE)) and not is_writing_to(path := Path(folder).absolute()):
             TraceWriter(path)
         _recorders.add(self)
         loading.watch(self.loading)
-        world.observer.add(self)
-        world.on_failure(self)
         world.on_close(self.close)
 
     def connected(self, wrapped: Wrapped) -> None:
@@ -114,6 +115,10 @@ class WorldRecorder(Recorder):
         number = self.number_of(tuple((name, each.numel()) for each, name in wrapped.names.items()))
         self.run_info = describe(self.world, wrapped, layout)
         self.parameters[number] = parameter_records(wrapped, layout, number)
+        if wrapped.members:
+            info, clock = self.run_info, [] if reducer is None else reducer.world.shared(offsets_of)
+            about = {"algorithm": info.algorithm, "overlap": info.overlap, "options": info.options, "clock": clock}
+            self.groups[str(number)] = {"ranks": wrapped.members, **about}
         if reducer is not None:
             reducer.take_in(ReductionRecording(self, reducer, number))
 
@@ -130,8 +135,13 @@ class WorldRecorder(Recorder):
 
 
 def recorder_of(world: World) -> Recorder:
-    """Writes down the steps of this rank in `world`, from the first call on."""
-    return world.shared(WorldRecorder)
+    """Writes down the steps of this rank, in the world of all ranks and its groups, from the first call on."""
+    recorder = world.outer.shared(WorldRecorder)
+    for each in (world.outer, *world.outer.groups.values(), world):
+        if recorder not in each.observer.listeners:
+            each.observer.add(recorder)
+            each.on_failure(recorder)
+    return recorder
 
 
 def is_writing() -> bool:

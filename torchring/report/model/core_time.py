@@ -53,7 +53,7 @@ def who_has_them(run_info: RunInfo, timing: Steps, critical: Critical, queue: Qu
     cpu, step_ms = timing.loading_cpu[counts], float(critical.path[counts].sum(1).mean())
     # Workers that wait for a disk need no core.
     busy = float(cpu.mean()) / step_ms if cpu.min() >= 0 and step_ms else float(workers)
-    needed = run_info.local_size * (threads_of(run_info) + busy * (workers > 0))
+    needed = ranks_of_host(run_info) * (threads_of(run_info) + busy * (workers > 0))
     if needed <= _ENOUGH * run_info.num_cores:
         return "other programs hold the cores"
     share = float(queue.whole.mean()) / step_ms if queue is not None and step_ms else 0.0
@@ -74,15 +74,21 @@ def threads_of(run_info: RunInfo) -> int:
     return run_info.num_threads if run_info.device == "cpu" else 1
 
 
+def ranks_of_host(run_info: RunInfo) -> int:
+    """Number of ranks of the job on the host of this rank."""
+    return run_info.host_ranks or run_info.local_size
+
+
 def is_crowded(run_info: RunInfo) -> bool:
     """True if the threads of the ranks outnumber the cores."""
-    return run_info.device == "cpu" and run_info.local_size * threads_of(run_info) > run_info.num_cores
+    return run_info.device == "cpu" and ranks_of_host(run_info) * threads_of(run_info) > run_info.num_cores
 
 
 def sharing(run_info: RunInfo, workers: int) -> str:
     """ "2 ranks with 1 thread and 4 workers each share 2 cores"."""
     each = count(threads_of(run_info), "thread") + (f" and {count(workers, 'worker')}" if workers > 0 else "")
-    ranks = f"{count(run_info.local_size, 'rank')} with {each}{' each share' if run_info.local_size > 1 else ' shares'}"
+    number = ranks_of_host(run_info)
+    ranks = f"{count(number, 'rank')} with {each}{' each share' if number > 1 else ' shares'}"
     return f"{ranks} {count(run_info.num_cores, 'core')}"
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from torchring.errors import ranks_in_words
 from torchring.observe.recorder.files import TraceError, find, read
-from torchring.observe.recorder.records import ENDED_WELL, RankTrace, StepRecord
+from torchring.observe.recorder.records import ENDED_WELL, ClockOffset, RankTrace, StepRecord
 
 BUCKET_TIMES: Final = ("ready", "launched", "started", "reduced")
 
@@ -28,6 +28,8 @@ class Job:
     clock_error_ms: float  # times of different hosts differ by at most this; 0 on one host
     problems: tuple[str, ...]  # sentences: what is missing or strange
     ended_badly: str = ""  # how the job ended, if it did not end well: a sentence
+    group: tuple[int, ...] = ()  # the ranks, if these are a group that reduces for itself
+    is_part: bool = False  # ranks also reduce in other groups, whose communication is in these times
 
     @property
     def size(self) -> int:
@@ -35,8 +37,8 @@ class Job:
         return self.traces[0].run_info.size
 
 
-def load(folder: Path) -> Job:
-    """Read a folder of traces. Raises TraceError if nothing in it can be read."""
+def load(folder: Path) -> list[Job]:
+    """Read a folder of traces, one job for each group of ranks. Raises TraceError if nothing in it can be read."""
     how = f"`torchring run --trace {folder} ...` writes one"
     try:
         paths = find(folder)
@@ -53,7 +55,11 @@ def load(folder: Path) -> Job:
     traces = read_all(paths, problems)
     if not traces:
         raise TraceError(f"no file of the trace in {folder} can be read. {' '.join(problems)}")
-    job = merge(traces.values(), problems)
+    return list(map(_with_killed, merge_groups(traces.values(), problems)))
+
+
+def _with_killed(job: Job) -> Job:
+    """The same job, in which somebody may have killed ranks."""
     running = {trace.run_info.rank: trace for trace in job.traces if not trace.run_info.ended_by}
     if not running:
         return job
@@ -77,11 +83,54 @@ def read_all(paths: Mapping[int, Path], problems: list[str]) -> dict[int, RankTr
     return found
 
 
-def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
-    """Put traces together. Raises TraceError if no rank has written down a step."""
+def merge_groups(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> list[Job]:
+    """As `merge`, one job for each group of ranks that reduce together."""
+    found = list(problems)
+    kept = _of_one_run(list(traces), found)
+    groups = sorted({_group_of(trace, each.optimizer) for trace in kept for each in trace.run_info.parameters})
+    if not any(groups):
+        return [merge(kept, found)]
+    found.append(
+        "Ranks reduce in groups, of which this is one. Waits in another group count as communication, and waits "
+        "outside of torchring, as in tensor or pipeline parallelism, as computing."
+    )
+    is_part = any(len({_group_of(each, p.optimizer) for p in each.run_info.parameters}) > 1 for each in kept)
+    jobs = (merge(_parts(kept, group), found, group) for group in groups)
+    return [dataclasses.replace(job, is_part=is_part) for job in jobs]
+
+
+def _group_of(trace: RankTrace, optimizer: int) -> tuple[int, ...]:
+    return tuple(trace.run_info.groups.get(str(optimizer), {}).get("ranks", ()))
+
+
+def _parts(traces: Sequence[RankTrace], group: tuple[int, ...]) -> list[RankTrace]:
+    """What the ranks of a group have recorded of its optimizers; () is the group of all ranks."""
+    members = [trace for trace in traces if not group or trace.run_info.rank in group]
+    parts = []
+    for trace in members:
+        info = trace.run_info
+        mine = {each.optimizer for each in info.parameters if _group_of(trace, each.optimizer) == group}
+        about: dict[str, Any] = {}
+        if group and mine:
+            near = [each for each in members if each.run_info.node_rank == info.node_rank]
+            about = {**info.groups[str(max(mine))], "size": len(group), "local_size": len(near)}
+            about["host_ranks"] = info.local_size
+            del about["ranks"]
+        clock = tuple(ClockOffset(*each) for each in about.pop("clock", trace.clock))
+        about["parameters"] = tuple(each for each in info.parameters if each.optimizer in mine)
+        steps = (
+            dataclasses.replace(s, buckets=tuple(b for b in s.buckets if b.optimizer in mine)) for s in trace.steps
+        )
+        arrivals = tuple(each for each in trace.arrivals if each.optimizer in mine)
+        parts.append(RankTrace(dataclasses.replace(info, **about), tuple(steps), arrivals, clock))
+    return parts
+
+
+def merge(traces: Iterable[RankTrace], problems: Sequence[str] = (), group: tuple[int, ...] = ()) -> Job:
+    """Put the traces of ranks together, which reduce together. Raises TraceError if none has written down a step."""
     found = list(problems)
     kept = _of_one_run(sorted(traces, key=lambda trace: trace.run_info.rank), found)
-    missing = sorted(set(range(kept[0].run_info.size)) - {trace.run_info.rank for trace in kept})
+    missing = sorted(set(group or range(kept[0].run_info.size)) - {trace.run_info.rank for trace in kept})
     if missing:
         have, it = ("have", "them") if len(missing) > 1 else ("has", "it")
         found.append(
@@ -93,14 +142,17 @@ def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
     # An exception that nobody caught has its class in front. Other texts may say that another rank is lost.
     failed.sort(key=lambda run_info: not re.match(r"\w+: ", run_info.ended_by))
     kept = _with_common_steps(kept, found)
-    # On rank 0's clock: ranks of several hosts compare their clocks.
-    home = next((trace.run_info.node_rank for trace in kept if trace.run_info.rank == 0), 0)
+    # On the first rank's clock: ranks of several hosts compare their clocks.
+    first = group[0] if group else 0
+    home = next((trace.run_info.node_rank for trace in kept if trace.run_info.rank == first), 0)
     aligned = [_moved(trace) if trace.run_info.node_rank != home and trace.clock else trace for trace in kept]
     error_ms = max((offset.error_ns for trace in kept for offset in trace.clock), default=0) / 1e6
     numbers = set.intersection(*({step.number for step in trace.steps} for trace in aligned))
     rows = [[step for step in trace.steps if step.number in numbers] for trace in aligned]
     ended_badly = f'Rank {failed[0].rank} ended with an error: "{failed[0].ended_by}".' if failed else ""
-    return Job(tuple(aligned), tuple(zip(*rows, strict=True)), error_ms, tuple(found), ended_badly)
+    if group and error_ms:
+        found.append("The clocks of its hosts were compared at the start only, and may have drifted since.")
+    return Job(tuple(aligned), tuple(zip(*rows, strict=True)), error_ms, tuple(found), ended_badly, group)
 
 
 def _of_one_run(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:

@@ -17,7 +17,7 @@ from typing import Final
 from torchring.launch.arguments import Parser, duration
 from torchring.observe.recorder.files import TraceError, find
 from torchring.observe.recorder.records import ENDED_WELL
-from torchring.report.model.merge import merge, read_all
+from torchring.report.model.merge import Job, merge_groups, read_all
 from torchring.report.show.sections import table_of_phases, table_of_waits
 from torchring.report.show.terminal import text_of
 from torchring.report.verdict.analysis import analyse
@@ -76,24 +76,27 @@ def look(folder: Path) -> Picture:
         how = f"`torchring run --trace {folder} ...` writes it"
         return Picture(f"no rank has written to {folder} yet; {how}", is_empty=True)
     try:
-        job = merge(running or traces)
+        jobs = merge_groups(running or traces)
     except TraceError as error:
         return Picture(str(error), is_empty=True)
+    return Picture("\n\n".join(_words(job, is_over=not running) for job in jobs), is_over=not running)
+
+
+def _words(job: Job, *, is_over: bool) -> str:
     analysis = analyse(job)
     last = max(trace.steps[-1].number for trace in job.traces)
     samples = f", {analysis.samples_per_s:,.0f} samples/s" if analysis.samples_per_s else ""
     facts = f"{analysis.steps_per_s:.3g} steps/s{samples}, {count(analysis.size, 'rank')}"
     lines = [f"Step {last + 1:,}: {facts}, the last {count(analysis.num_steps, 'step')}."]
     still = time.time() - max(trace.run_info.written_at for trace in job.traces)
-    if not running:
+    if is_over:
         reasons = sorted({trace.run_info.ended_by for trace in job.traces} - {*ENDED_WELL})
         lines.append(f"The job has ended{''.join(f': {reason}' for reason in reasons)}.")
     elif still > _STILL_SECONDS:
         lines.append(f"No rank has made a step for {still:.0f} s.")
     lines += [analysis.verdict.sentence, *analysis.problems, ""]
     tables = (table_of_phases(analysis), table_of_waits(analysis))
-    text = "\n".join([*lines, *(text_of(table) for table in tables if table.rows)])
-    return Picture(text, is_over=not running)
+    return "\n".join([*lines, *(text_of(table) for table in tables if table.rows)])
 
 
 def _watch(folder: Path, seconds: float) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model.bucket_layout import layout_with
-from torchring.report.model.core_time import HANDING_OVER_MS, is_crowded, sharing, threads_of
+from torchring.report.model.core_time import HANDING_OVER_MS, is_crowded, ranks_of_host, sharing, threads_of
 from torchring.report.model.scaling import Workload, exposed_ms, with_layout
 from torchring.report.model.timing import Array, typical
 from torchring.report.model.waits import COMPUTING
@@ -149,7 +149,7 @@ def _about_ranks(analysis: Analysis) -> Iterator[Found]:
     cause = _cause(costs, run_info, longer) if longer else None
     if cause:
         yield cause
-    threads = max(1, run_info.num_cores // run_info.local_size)
+    threads = max(1, run_info.num_cores // ranks_of_host(run_info))
     if is_crowded(run_info) and run_info.num_threads > threads:
         yield (
             f"Use {count(threads, 'thread')} in each rank of {run_info.host}",
@@ -214,7 +214,7 @@ def _work_of_one(run_info: RunInfo, place: str, longer_ms: float) -> Found:
 
 def _about_communication(analysis: Analysis) -> Iterator[Found]:
     run_info, workload, links, size = analysis.run_info, analysis.workload, analysis.links, analysis.size
-    if size == 1 or links is None or not workload.bucket_bytes:
+    if size == 1 or links is None or not workload.bucket_bytes or analysis.job.is_part:
         return
     now = exposed_ms(workload, size, links)
     measured = typical(analysis.costs.communication)

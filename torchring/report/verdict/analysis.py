@@ -10,6 +10,7 @@ import dataclasses
 
 import numpy as np
 
+from torchring.errors import ranks_in_words
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model import buckets as of_buckets
@@ -65,7 +66,7 @@ def analyse(job: Job, given: Network | None = None) -> Analysis:
     computed = typical(waits.computing(critical.cycle[timing.counts]).mean(1))
     slow = None if costs.blamed is None else timing.ranks[costs.blamed]
     predictions: list[Prediction] = []
-    if links is not None and workload.bucket_bytes and len(job.steps) >= FEWEST_STEPS:
+    if links is not None and workload.bucket_bytes and len(job.steps) >= FEWEST_STEPS and not job.is_part:
         num_ranks = max(job.size, SIZES[0])
         predicted = between_hosts(workload) if given and not has_several_hosts else workload
         predictions = predict(predicted, links, sorted({*SIZES, num_ranks}))
@@ -99,6 +100,8 @@ def analyse(job: Job, given: Network | None = None) -> Analysis:
     verdict = judge(analysis)
     if job.ended_badly:
         verdict = dataclasses.replace(verdict, sentence=f"{job.ended_badly} {verdict.sentence}")
+    if job.group:
+        verdict = dataclasses.replace(verdict, sentence=f"Group of {ranks_in_words(job.group)}: {verdict.sentence}")
     analysis = dataclasses.replace(analysis, verdict=verdict)
     problems = (*job.problems, *timing.problems, *remarks(analysis, num_optimizers))
     advice = advise(analysis) if analysis.has_enough_steps else ()
