@@ -108,6 +108,22 @@ def test_train_elastic_under_its_launcher() -> None:
     assert "torchring run: generation 1 begins, 2 workers (localhost: 0, 1), because the job starts" in result.stderr
 
 
+def _run_kinds(rank: int, size: int) -> list[str]:
+    said = []
+    for kind in ("tp", "pp", "fsdp", "ep"):
+        said.append(_run_main(rank, size, ["train_mesh.py", kind], {})[1])
+        torchring.shutdown()
+    return said
+
+
+def test_each_dimension_beside_data_parallelism_has_the_losses_of_one_process() -> None:
+    said, *others = run_ranks(_run_kinds, 4, deadline=120)
+    assert others == [[""] * 4] * 3
+    assert said[0].count("loss 0.") == 2
+    assert said == run_ranks(_run_kinds, 1, launcher_env=False, deadline=120)[0]
+    assert said[0] == said[1] == said[2] != said[3]
+
+
 def test_examples_are_all_tested() -> None:
-    tested = {Path(words[0]).name for words in (DIGITS, ELASTIC, GPT, DDP, SEQUENCES)}
+    tested = {Path(words[0]).name for words in (DIGITS, ELASTIC, GPT, DDP, SEQUENCES, ["train_mesh.py"])}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
