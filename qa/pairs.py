@@ -184,9 +184,7 @@ class Pairs:
         shuffled = random.Random(seed)
         names = shuffled.sample(list(self.features), len(self.features))
         choices = {name: shuffled.sample(self.features[name], len(self.features[name])) for name in names}
-        ways = [
-            [(name, way) for way in choices[name] if frozenset({(name, way)}) not in self.refused] for name in names
-        ]
+        ways = [[(of, way) for way in choices[of] if frozenset({(of, way)}) not in self.refused] for of in names]
         rows = [dict(row) for row in AllPairs(ways, filter_func=self.is_possible)]
         while left := sorted(map(sorted, self.uncovered(rows))):  # allpairspy does not go back from a dead end
             row = dict(left[0])

@@ -20,9 +20,7 @@ def test_an_older_one_is_refused_before_anything_is_wrapped(monkeypatch: pytest.
     monkeypatch.setattr(torch, "__version__", "2.10.0+cu128")
     spec = importlib.util.spec_from_file_location("another_world", world.__file__)
     assert spec.loader is not None
-    with pytest.raises(
-        ImportError, match=r"needs PyTorch 2\.11 or newer, and PyTorch 2\.10\.0\+cu128 is installed; upgr"
-    ):
+    with pytest.raises(ImportError, match=r"needs PyTorch 2\.11 or newer, and PyTorch 2\.10\.0\+cu128 is installed"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 

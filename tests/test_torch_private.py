@@ -64,9 +64,7 @@ def test_what_a_release_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_lacks() == ["shard=True (torch.UntypedStorage._of_nobody)"]
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(
-        ValueError, match=r"takes PyTorch 2\.12 or newer, and this is .*, which lacks torch\.U.*_of_nobo"
-    ):
+    with pytest.raises(ValueError, match=r"takes PyTorch 2\.12 or newer, and this is .* lacks torch\.U.*_of_nobo"):
         torchring.wrap(optimizer, model, shard=True)
     torchring.shutdown()
     monkeypatch.delattr(torch._C, "_storage_Use_Count")

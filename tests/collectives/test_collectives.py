@@ -340,9 +340,7 @@ _SCRIPTS = (
 
 @in_worlds
 @ranks()
-def test_right_results_of_every_call(
-    rank: int, world_size: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_of_all_calls(rank: int, world_size: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     join(rank, shares_memory, monkeypatch)
     for script in _SCRIPTS:
         script(rank, world_size)
@@ -427,9 +425,7 @@ def test_an_asynchronous_call_returns_before_the_others_have_come(
 
 @on_both_exchanges
 @ranks(2)
-def test_errors_of_async_calls_come_out_of_wait(
-    rank: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_async_calls_come_from_wait(rank: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     join(rank, shares_memory, monkeypatch, 2.0)
     torchring.barrier()
     good = torchring.all_reduce(torch.ones(1), "sum", async_op=True)

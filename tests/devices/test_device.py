@@ -349,9 +349,8 @@ def test_a_peer_is_lost_if_it_is_gone_at_two_looks(
 def test_a_last_reduction_that_fails_is_told(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     all_reduce, _ = _all_reduce(accelerator)
     _sealed(all_reduce)
-    monkeypatch.setattr(
-        accelerator, "synchronize", lambda: all_reduce.fail(PeerLostError("rank 1 is gone", peers=(1,)))
-    )
+    error = PeerLostError("rank 1 is gone", peers=(1,))
+    monkeypatch.setattr(accelerator, "synchronize", lambda: all_reduce.fail(error))
     with pytest.warns(RuntimeWarning, match="NaN.*rank 1 is gone"):
         all_reduce.close()
 
@@ -370,10 +369,8 @@ def test_a_device_that_does_not_come_to_an_end_is_late(accelerator: FakeAccelera
 _HERE = {"processes": "pid:[1]", "folder": "1:2", "trouble": ""}
 
 
-def _card(
-    device: str, *unreachable: str, is_part: bool = False, overlaps: bool = False, **other: str
-) -> dict[str, Any]:
-    about = {"is_part": is_part, "overlaps": overlaps, "handover": {**_HERE, **other}}
+def _card(device: str, *unreachable: str, is_part: bool = False, overlaps: bool = False, **more: str) -> dict[str, Any]:
+    about = {"is_part": is_part, "overlaps": overlaps, "handover": {**_HERE, **more}}
     return {"device": device, "unreachable": list(unreachable), **about}
 
 

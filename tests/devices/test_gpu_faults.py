@@ -51,9 +51,7 @@ def live_through_generations(rank: int, size: int) -> list[int]:
         num_old = len(parts)
         optimizer = torchring.wrap(sgd, model)
         # A thread that has ended may have been the last to know of a block.
-        wait_until(
-            lambda old=parts[:num_old]: gc.collect() >= 0 and all(part.expired() for part in old), "memory", 10.0
-        )
+        wait_until(lambda old=parts[:num_old]: gc.collect() >= 0 and all(part.expired() for part in old), "memory", 10)
         take_steps(rank, model, optimizer, 2)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -111,9 +111,7 @@ def train_worker(
     train(state)
     result = Path(os.environ[NOTES]).with_suffix(".pt")
     torch.save(([p.detach() for p in model.parameters()], whole_state(optimizer)), result)
-    note(
-        result=str(result), num_bytes=sum(value.nbytes for each in optimizer.state.values() for value in each.values())
-    )
+    note(result=str(result), num_bytes=sum(v.nbytes for each in optimizer.state.values() for v in each.values()))
 
 
 def whole_state(optimizer: Any) -> list[torch.Tensor]:

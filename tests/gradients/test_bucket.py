@@ -263,9 +263,7 @@ KEEP: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("next_value", [5.0, None], ids=["used again", "not used again"])
 @pytest.mark.parametrize("keep", KEEP)
 @pytest.mark.parametrize("numel", [4, BIG])
-@pytest.mark.parametrize(
-    "can_swap", [pytest.param(True, marks=pytest.mark.takes_2_12), False], ids=["", "as in PyTorch 2.11"]
-)
+@pytest.mark.parametrize("can_swap", [pytest.param(True, marks=pytest.mark.takes_2_12), False], ids=["", "as in 2.11"])
 def test_a_kept_gradient_keeps_its_values(
     can_swap: bool, numel: int, keep: str, next_value: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -615,9 +615,7 @@ def test_an_optimizer_that_leaves_its_neighbour(rank: int, world_size: int) -> N
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @ranks(2)
-def test_a_gradient_that_one_rank_has_written_to_is_synchronized_or_an_error(
-    op: str, tmp_path: Path, rank: int
-) -> None:
+def test_a_gradient_that_one_rank_has_written_to_is_synchronized_or_refused(op: str, tmp_path: Path, rank: int) -> None:
     torchring.init(timeout_seconds=6)
     model = Net()
     optimizer = wrapped(model, op=op)

@@ -126,9 +126,7 @@ def test_what_was_noted_when_a_backward_is_aborted_is_local() -> None:
 
 
 @pytest.mark.parametrize(("num_left", "number", "order"), [(0, 0, None), (2, 1, None), (3, 1, [0, 1, 2])])
-def test_who_aborts_a_reduction_has_the_number_of_its_peers(
-    num_left: int, number: int, order: list[int] | None
-) -> None:
+def test_who_aborts_a_reduction_has_the_number_of_peers(num_left: int, number: int, order: list[int] | None) -> None:
     """Once a bucket has left, peers finish the reduction. Once all have left, they know the order of gradients, too."""
     rank = buckets(3)
     rank.begin()
@@ -255,12 +253,7 @@ def test_an_observer_hears_what_happens_to_each_bucket() -> None:
     rank.give(0, 1.0)
     rank.give(1, 1.0)
     of_bucket = [READY, PACKED, LAUNCHED, STARTED, REDUCED]
-    assert seen == [
-        *((0, event) for event in of_bucket),
-        (1, COPYING),
-        (1, COPIED),
-        *((1, event) for event in of_bucket),
-    ]
+    assert seen == [*((0, each) for each in of_bucket), (1, COPYING), (1, COPIED), *((1, each) for each in of_bucket)]
     seen.clear()
     rank.launcher.fill_rest()
     finish(rank)

@@ -81,19 +81,14 @@ def test_little_is_ready_last() -> None:
         assert (end[0], end[-1]) == (expected, 0), last
     # of two dtypes, in the bucket of the parameter that is ready last
     mixed = [spec("a", 4), spec("b", 4, dtype=torch.float64), spec("c", 4), spec("d", 4)]
-    assert parameters_of(plans.build_plan(mixed, bucket_bytes=64, first_bucket_bytes=64, last_bucket_bytes=0)) == [
-        [3, 2],
-        [1],
-        [0],
-    ]
+    plan = plans.build_plan(mixed, bucket_bytes=64, first_bucket_bytes=64, last_bucket_bytes=0)
+    assert parameters_of(plan) == [[3, 2], [1], [0]]
 
 
 def test_given_order_of_some() -> None:
     some = plans.build_plan(fp32(*[1] * 6), bucket_bytes=8, order=[5, 4, 3], first_index=7)
-    assert [(bucket.index, [slot.parameter for slot in bucket.slots]) for bucket in some.buckets] == [
-        (7, [5, 4]),
-        (8, [3]),
-    ]
+    assert [bucket.index for bucket in some.buckets] == [7, 8]
+    assert parameters_of(some) == [[5, 4], [3]]
 
 
 @pytest.mark.parametrize(
@@ -142,11 +137,9 @@ def test_random_plans() -> None:
             for i in range(rng.randint(1, 60))
         ]
         order = rng.sample(range(len(specs)), len(specs)) if rng.random() < 0.7 else None
-        cap, first_cap = rng.choice([0, 1, 64, 1000, 10**6]), rng.choice([0, 100, 10**6])
+        cap, first = rng.choice([0, 1, 64, 1000, 10**6]), rng.choice([0, 100, 10**6])
         compression = rng.choice([None, "fp16", "bf16"])
-        plan = plans.build_plan(
-            specs, bucket_bytes=cap, first_bucket_bytes=first_cap, compression=compression, order=order
-        )
+        plan = plans.build_plan(specs, bucket_bytes=cap, first_bucket_bytes=first, compression=compression, order=order)
         check_layout(plan, specs, compression)
 
         ready = order or [*reversed(range(len(specs)))]
@@ -157,7 +150,7 @@ def test_random_plans() -> None:
         for number, (bucket, kind) in enumerate(zip(plan.buckets, kinds, strict=True)):
             places = [position[slot.parameter] for slot in bucket.slots]
             assert places == sorted(places)
-            limit = cap if kind in kinds[:number] else min(cap, first_cap)
+            limit = cap if kind in kinds[:number] else min(cap, first)
             *sizes, last = [slot.numel * bucket.dtype.itemsize for slot in bucket.slots]
             assert not sizes or sum(sizes) < limit
             assert sum(sizes) + last >= limit or kind not in kinds[number + 1 :]

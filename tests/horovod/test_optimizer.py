@@ -15,27 +15,16 @@ from torch import Tensor, nn
 
 import torchring
 import torchring.horovod as hvd
+from tests.horovod.test_collectives import run
 from tests.support.checks import assert_bitwise, assert_same_everywhere, logged
 from tests.support.documents import ROOT, blocks
 from tests.support.grids import grid
-from tests.support.harness import patient, ranks, run_pooled, run_ranks
+from tests.support.harness import patient, ranks, run_ranks
 from tests.support.training import loss_on, small_model, values
 from torchring.adasum import adasum
 from torchring.default_world import default_world
 from torchring.horovod import engine as engine_module
 from torchring.memory import host as host_module
-
-
-def run(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
-    return run_pooled(_in_world, size, fn, args)
-
-
-def _in_world(rank: int, size: int, fn: Any, args: tuple[Any, ...]) -> Any:
-    hvd.init(process_sets="dynamic")
-    result = fn(rank, size, *args)
-    hvd.barrier()
-    hvd.shutdown()
-    return result
 
 
 def expected(size: int, *, op: str = "mean", passes: int = 1, clip: float | None = None) -> list[Tensor]:

@@ -130,9 +130,7 @@ import torchring
 torchring.wrap
 """
     ran = run_python("-c", code, env=launcher.environ, folder=launcher.folder)
-    numpy, torch = (
-        f"torchring needs {name}, which is not installed: pip install {name}" for name in ("numpy", "torch")
-    )
+    numpy, torch = (f"torchring needs {it}, which is not installed: pip install {it}" for it in ("numpy", "torch"))
     *lines, last = ran.stderr.splitlines()
     assert lines[:8] == [numpy] * 4 + [torch] * 4
     assert last == f"ModuleNotFoundError: {torch}"

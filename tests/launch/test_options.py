@@ -203,9 +203,7 @@ NUMBER = "argument -np/-n/--num-proc/--nproc-per-node: needs a number of process
         ("--discover true -H a", "not allowed with"),
     ],
 )
-def test_options_that_are_wrong(
-    line: str, complaint: str, capsys: pytest.CaptureFixture[str], started: Started
-) -> None:
+def test_wrong_options(line: str, complaint: str, capsys: pytest.CaptureFixture[str], started: Started) -> None:
     assert run(*line.split(), __file__) == 2
     out, err = capsys.readouterr()
     assert err.startswith("torchring run: ")

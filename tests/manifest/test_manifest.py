@@ -109,9 +109,7 @@ def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert cli.main(["manifest", "slurm", path, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert [*tmp_path.iterdir()] == [tmp_path / "job.yaml"]
-    for line in [
-        *("nodes=2", "ntasks-per-node=4", "cpus-per-task=2", "gpus-per-node=4", "mem=16384M", "job-name=digits")
-    ]:
+    for line in ("nodes=2", "ntasks-per-node=4", "cpus-per-task=2", "gpus-per-node=4", "mem=16384M", "job-name=digits"):
         assert f"\n#SBATCH --{line}\n" in shown
     assert "\nexport NCCL_DEBUG='a b'\n" in shown
     assert shown.endswith(" python train.py --text 'two words'\n")

@@ -144,10 +144,7 @@ OF_DDP: Final[dict[str, tuple[Callable[[Way, Model, Any, Optimizer], object], tu
         ("came from rank 1", "the gradient of 4."),
     ),
 }
-_MODELS: Final[dict[str, Callable[[], Model]]] = {
-    "a layer is used twice": _UsedTwice,
-    "a layer is unfrozen": _first_frozen,
-}
+_MODELS: Final = {"a layer is used twice": _UsedTwice, "a layer is unfrozen": _first_frozen}
 
 
 @ranks(2, run_ranks)
@@ -163,9 +160,8 @@ def test_mistakes_that_ddp_does_not_notice(rank: int) -> None:
         assert all(word in problem for word in words), problem
         for trained in found:
             assert_same_everywhere(trained)
-            torch.testing.assert_close(
-                trained, Way((0, 1), False, "alone").values_after(script, make), rtol=1e-9, atol=1e-12
-            )
+            alone = Way((0, 1), False, "alone").values_after(script, make)
+            torch.testing.assert_close(trained, alone, rtol=1e-9, atol=1e-12)
         torchring.shutdown()
     dist.init_process_group("gloo")
     for name, (script, _) in OF_DDP.items():

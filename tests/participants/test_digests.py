@@ -63,10 +63,8 @@ def test_digests_of_host_and_device_come_in_the_order_of_the_tensors(monkeypatch
     assert digests.digests([]).shape == (0, 2)
 
     # Without a device: as if tensors of an even length were on one.
-    digest_of_host = digests._digest
-    monkeypatch.setattr(
-        digests, "_digest", lambda t: digest_of_host(t) if t.numel() % 2 else digests._digest_on_device(t)
-    )
+    of_host = digests._digest
+    monkeypatch.setattr(digests, "_digest", lambda t: of_host(t) if t.numel() % 2 else digests._digest_on_device(t))
     mixed = [on_host[0], digest_on_device(tensors[1]), on_host[2], digest_on_device(tensors[3])]
     assert digests.digests(tensors).tolist() == [list(digest) for digest in mixed]
 

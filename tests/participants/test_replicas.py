@@ -123,9 +123,7 @@ def _all_sparse(rank: int, options: dict[str, Any]) -> Watched:
         return table(torch.tensor([0, 1])).sum()
 
     side = Side((rank,), True)
-    return Watched(
-        table, lambda step: train(side, table, optimizer, [step], loss), lambda: _add(table.weight), "weight"
-    )
+    return Watched(table, lambda at: train(side, table, optimizer, [at], loss), lambda: _add(table.weight), "weight")
 
 
 _RHYTHM: Final = 12

@@ -372,9 +372,7 @@ def summary(name: str) -> str:
     if name in WHOLE:
         return plain(analysis)
     lines = [analysis.verdict.sentence, *(f"! {problem}" for problem in analysis.problems)]
-    advice = [
-        (f"{each.saves_share:.0%}, {each.predicted_ms:.4g} ms: {each.what}", each.how) for each in analysis.advice
-    ]
+    advice = [(f"{it.saves_share:.0%}, {it.predicted_ms:.4g} ms: {it.what}", it.how) for it in analysis.advice]
     lines += [": ".join(filter(None, each)) for each in advice]
     return "\n".join(lines) + "\n"
 

@@ -59,9 +59,7 @@ def test_a_job_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"torchring top: there is no folder '{tmp_path}/nowhere'" in capsys.readouterr().err
 
 
-def test_it_ends_with_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ends_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Files come and change while it looks: nothing, torn, the last steps, and then the whole trace."""
     error, other = simulate(2, 50)
     lost = dataclasses.replace(error, run_info=dataclasses.replace(error.run_info, ended_by="rank 1 is gone"))

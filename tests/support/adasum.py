@@ -48,7 +48,5 @@ def assert_adasum(actual: torch.Tensor, parts: Sequence[torch.Tensor], hosts: Se
     error = (actual.double() - value).abs()
     assert actual.dtype == parts[0].dtype
     worst = int((error - bound).argmax()) if error.numel() else 0
-    text = (
-        f"element {worst} is {actual.flatten()[worst:][:1].tolist()}, by the definition {value.flatten()[worst:][:1]}"
-    )
+    text = f"element {worst} is {actual.flatten()[worst:][:1].tolist()}, by definition {value.flatten()[worst:][:1]}"
     assert bool((error <= bound).all()), text

@@ -83,9 +83,7 @@ def assert_within_rounding(
         raise AssertionError(f"shapes of actual, expected and parts_abs_sum differ: {shapes}")
     result, expected, parts = (t.detach().cpu().double().reshape(-1) for t in (actual, expected_fp64, parts_abs_sum))
     if bool((parts < expected.abs() * (1 - 1e-9)).any()):
-        raise ValueError(
-            "parts_abs_sum is below |expected| somewhere: it must be the sum of the parts' absolute values"
-        )
+        raise ValueError("parts_abs_sum is below |expected| somewhere: it must be the sum of parts' absolute values")
     info = torch.finfo(dtype)
     unit = info.eps / 2
     bound = (num_roundings * unit * parts + unit * expected.abs()).clamp(min=info.smallest_normal * info.eps)

@@ -58,9 +58,7 @@ def assert_as_one_process(
     return results
 
 
-def in_turn(
-    rank: int, world_size: int, cases: Mapping[str, Sequence[Any]], side: type[Side]
-) -> dict[str, Sequence[Any]]:
+def in_turn(rank: int, world_size: int, cases: Mapping[str, Any], side: type[Side]) -> dict[str, Sequence[Any]]:
     """What each script leaves on this rank. Each has a world of its own."""
     results = {}
     for name, (script, *args) in cases.items():
