@@ -7,6 +7,7 @@ the store of the job that it has come, and waits for the others. So groups open 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import sys
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torchring.collectives.service import Join
 from torchring.dynamo import run_eagerly
 from torchring.errors import RingError, TopologyError, decode_error, encode_error, ranks_in_words
+from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.reducer import Reducer
 from torchring.observe.services import observe
 from torchring.rendezvous.environment import ELASTIC
 from torchring.rendezvous.rendezvous import Rendezvous, within
@@ -198,3 +201,25 @@ class _Crossing:
         members, name = json.loads(self._rendezvous.fetch(_opens(rank), rank))
         missing = (other for other in members if not self._rendezvous.is_published(f"{name}/come/{other}"))
         return next(filter(None, (self._circle(other, [*path, (rank, members)]) for other in missing)), [])
+
+
+def end_together(own: OptimizerGroup, caller: Reducer) -> None:
+    """A backward that reached `caller`, of `own`, is about to return. This rank has optimizers of other groups, too.
+
+    Collective, over one group after the other, in one order on all ranks. Optimizers of the same model take part that
+    the backward has not reached on this rank, such as those of experts that have got no token.
+    """
+    if not caller.in_backward:  # which has ended with that of another group
+        return
+    models = [reducer.model() for group in own.of_this_rank for reducer in group.reducers if reducer.in_backward]
+    with contextlib.ExitStack() as stack:
+        for group in own.of_this_rank:
+            if own.is_skipping and group is not own:
+                stack.enter_context(group.skipping(own.skipper))
+            if not any(reducer.in_backward for reducer in group.reducers):
+                for reducer in group.reducers:
+                    if (model := reducer.model()) is not None and any(model is other for other in models):
+                        reducer.begin_unreached()
+        for group in own.of_this_rank:
+            if reached := [reducer for reducer in group.reducers if reducer.in_backward]:
+                group.end_backward(caller if caller in reached else reached[0], is_alone=True)

@@ -182,24 +182,6 @@ class OptimizerGroup:
         self._finish(reducer, reduces=True)
         return reducer.reduction.heard.sums["has_ended"] < self._world.size
 
-    def _end_together(self, caller: Reducer) -> None:
-        """As `end_backward`, where this rank has optimizers of several groups of ranks."""
-        if not caller.in_backward:  # which has ended with that of another group
-            return
-        models = [r.model() for group in self.of_this_rank for r in group.reducers if r.in_backward]
-        with contextlib.ExitStack() as stack:
-            for group in self.of_this_rank:
-                if self.is_skipping and group is not self:
-                    stack.enter_context(group.skipping(self.skipper))
-                if not any(reducer.in_backward for reducer in group.reducers):
-                    # The model's parameters in another world, such as experts that have got no token on this rank.
-                    for reducer in group.reducers:
-                        if (model := reducer.model()) is not None and any(model is other for other in models):
-                            reducer.begin_unreached()
-            for group in self.of_this_rank:
-                if reached := [reducer for reducer in group.reducers if reducer.in_backward]:
-                    group.end_backward(caller if caller in reached else reached[0], is_alone=True)
-
     def end_backward(self, caller: Reducer, *, is_alone: bool = False) -> None:
         """A backward that reached `caller` is about to return: finish the reducers that it has reached.
 
@@ -207,7 +189,7 @@ class OptimizerGroup:
             is_alone: those of this world only.
         """
         if len(self.of_this_rank) > 1 and not is_alone:
-            self._end_together(caller)
+            room("groups").end_together(self, caller)
             return
         reached = [reducer for reducer in (caller, *self.reducers) if reducer.in_backward]
         is_local = not any(reducer.wants_reduction for reducer in reached)
