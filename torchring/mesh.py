@@ -29,6 +29,7 @@ class LocalParameter(torch.Tensor):
 
     whole: DTensor
     label: str  # its name, in errors
+    is_assigned: bool  # by fully_shard(), and not accumulated by autograd
     common: frozenset[int]  # dimensions of its mesh in which ranks that reduce together differ
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -83,6 +84,7 @@ class LocalParameter(torch.Tensor):
 
         @run_eagerly
         def arrived(_: torch.Tensor) -> None:
+            self.is_assigned = getattr(torch._C._current_autograd_node(), "variable", None) is not self.whole
             self._place_gradient()
             hook(self)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchring
 from tests.support.harness import ranks, run_ranks
 from tests.support.training import attempt
+from torchring.errors import GradientError
 from torchring.sharding import DistributedState
 
 _STEPS = 4
@@ -356,11 +358,39 @@ def _check_checkpoints(mesh: DeviceMesh, folder: str) -> None:
         another.close()
 
 
+def _check_fully_sharded(mesh: DeviceMesh) -> None:
+    """fully_shard() in one dimension, and torchring in the other one."""
+    models = [_made(None, False), _made(None, False)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fully_shard(models[1], mesh=mesh["tp"])
+        for model in models:
+            optimizer = _wrap(model, mesh["dp"], accumulate=2, shard=True)
+            _accumulating(model, optimizer, mesh.get_local_rank("dp"))
+            if model is models[1]:
+                optimizer.weigh(1)
+                model(_batch(0, 0)).sum().backward()
+                with pytest.raises(GradientError, match=r"weigh\(\) takes one weight above 0 for each reduction"):
+                    optimizer.weigh(2)
+            optimizer.close()
+    assert _apart(*models) < 1e-10
+
+
+def _check_group_of_one(mesh: DeviceMesh) -> None:
+    models = [_made(mesh["tp"]), _made(mesh["tp"])]
+    optimizer = _wrap(models[0], [[0], [1], [2], [3]])
+    _plainly(models[0], optimizer, 0)
+    _plainly(models[1], torch.optim.AdamW(models[1].parameters(), 0.05), 0)
+    assert all(a.equal(b) for a, b in zip(*(map(_whole, model.parameters()) for model in models), strict=True))
+
+
 @ranks(4, start=run_ranks)  # what torch keeps of a mesh keeps its process groups
 def test_tensor_parallel_models(rank: int, tmp_path: Path) -> None:
     torchring.init(timeout_seconds=20.0, process_group=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     _check_ddp(mesh)
     _check_checkpoints(mesh, str(tmp_path))
+    _check_fully_sharded(mesh)
+    _check_group_of_one(mesh)
     _check_mistakes(mesh)
     _check_scripts(mesh)

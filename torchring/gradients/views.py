@@ -125,7 +125,7 @@ def local_of(tensor: torch.Tensor) -> Any:
     return room("mesh").local_of(tensor) if isinstance(tensor, dtensor) else tensor
 
 
-def whole_of(parameter: torch.Tensor) -> torch.Tensor:
+def whole_of(parameter: torch.Tensor) -> Any:
     """The tensor that `local_of` was given."""
     return getattr(parameter, "whole", parameter)
 

@@ -43,6 +43,10 @@ _ZEROED: Final = (
     "gradients that have a weight and are not reduced yet were zeroed past the optimizer, so their weight would count "
     "for zeros; call optimizer.zero_grad() in place of that, or model.zero_grad() with set_to_none=True"
 )
+_ASSIGNED: Final = (
+    "weigh() takes one weight above 0 for each reduction here: fully_shard() assigns gradients past autograd, where "
+    "weights of several backwards, and 0, do not reach them"
+)
 unequal_shares: Final[weakref.WeakSet[Any]] = weakref.WeakSet()  # iterations over samplers, which `refuse_unweighed`
 
 
@@ -93,6 +97,8 @@ class Weights:
                 "weigh() was called after a backward() without a weight whose gradients are not reduced yet; call "
                 "weigh() before each backward(), or zero_grad() first"
             )
+        if (self.total or not weight) and any(getattr(each, "is_assigned", False) for each in self._parameters()):
+            raise GradientError(_ASSIGNED)
         self.end()
         self.next = weight
         if not weight or self.total or self._on_first is not None:

@@ -31,6 +31,7 @@ from torchring.gradients.local import LocalSync
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Participant
 from torchring.gradients.validation import parameters_of, sparse_parameters
+from torchring.gradients.views import whole_of
 from torchring.horovod import mpi_ops
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
 from torchring.horovod.context import ProcessSet, engine, global_process_set
@@ -268,7 +269,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
 
     def _name_parameters(self, optimizer: Optimizer, model: torch.nn.Module | None) -> dict[torch.nn.Parameter, str]:
         names = super()._name_parameters(optimizer, model)
-        return {parameter: self._given_names.get(parameter, name) for parameter, name in names.items()}
+        return {parameter: self._given_names.get(whole_of(parameter), name) for parameter, name in names.items()}
 
     def _find_sparse(self, optimizer: Optimizer, model: torch.nn.Module | None) -> set[torch.nn.Parameter]:
         # Horovod's arguments do not say which modules use the parameters, so all modules of the process are looked at.
