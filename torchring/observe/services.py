@@ -28,9 +28,15 @@ def monitor_of(world: World) -> StallMonitor | None:
     if rendezvous is None or host is None:
         return None
     observer, limit = world.observer, world.stall_warning_seconds
-    monitor = StallMonitor(rendezvous, host, host.allocate(MEMORY_BYTES), limit, observer.operations)
+    monitors = world.outer.shared(_monitors)
+    monitor = StallMonitor(rendezvous, host, host.allocate(MEMORY_BYTES), limit, observer.operations, monitors)
     world.on_close(monitor.close)
     observer.add(monitor.recorder)
     observer.explain = monitor.explain
     rendezvous.on_wait = host.on_wait = monitor.recorder.await_ranks
     return monitor
+
+
+def _monitors(world: World) -> list[StallMonitor]:
+    """Those of this rank, in the world of all ranks and its groups."""
+    return []

@@ -174,12 +174,14 @@ class FlightRecorder(Observer):
                 found.append(CurrentWait(0, 0, since, Wait(what), ranks, thread == self.thread))
         return found
 
-    def write_sample(self, phase: Phase, call_site: str, waits: Sequence[CurrentWait]) -> None:
-        """Write what the timer thread has seen."""
+    def write_sample(
+        self, phase: Phase, call_site: str, waits: Sequence[CurrentWait], elsewhere: Sequence[object] | None = None
+    ) -> None:
+        """Write what the timer thread has seen. `elsewhere`: a wait of this rank in another world, as `said` below."""
         words, now = self._words, time.monotonic_ns()
         if self._sampled[0] != phase or words[PHASE_SINCE] > words[SAMPLED_AT]:
             self._sampled = int(phase), max(words[PHASE_SINCE], words[SAMPLED_AT])
-        said = next(([w.key, w.since, str(w.wait)[:200]] for w in waits if w.is_in_training), None)
+        said = next(([w.key, w.since, str(w.wait)[:200], None] for w in waits if w.is_in_training), elsewhere)
         sample = [*self._sampled, said, call_site[:400]]  # fits, even if JSON writes each character as six
         text = json.dumps(sample, ensure_ascii=False).encode(errors="replace")
         if text != self._written:
@@ -221,6 +223,7 @@ class RankState(NamedTuple):
     last_seen: float | None  # how long ago the timer thread ran; None if the rank has no timer thread
     entries: Mapping[int, EntryState]  # by key
     waits: tuple[str, float] | None  # what the training thread waits for, and for how long; None if it does not wait
+    awaits: tuple[int, ...] | None = None  # ranks of the job, if it waits in another world; None if it does not
 
 
 def read_state(memory: memoryview | bytes, now: int | None = None) -> RankState | None:
@@ -248,9 +251,9 @@ def read_state(memory: memoryview | bytes, now: int | None = None) -> RankState 
             new = waiting if waiting > sampled_at else new
             if said is not None and said[0] == key and said[1] != waiting:
                 said = None  # it is over
-    waits = None
+    waits = awaits = None
     if said is not None:
-        waits = said[2], (now - said[1]) / 1e9
+        waits, awaits = (said[2], (now - said[1]) / 1e9), said[3] and tuple(said[3])
     elif new:
         waits = "an operation between ranks", (now - new) / 1e9
     return RankState(
@@ -262,4 +265,5 @@ def read_state(memory: memoryview | bytes, now: int | None = None) -> RankState 
         last_seen=(now - sampled_at) / 1e9 if sampled_at else None,
         entries=entries,
         waits=waits,
+        awaits=awaits,
     )

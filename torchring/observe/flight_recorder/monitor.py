@@ -20,12 +20,12 @@ from typing import Any, Final
 
 from torch.distributed import Store, TCPStore
 
-from torchring.errors import in_group
+from torchring.errors import in_group, ranks_in_words
 from torchring.linux import stat_of
 from torchring.memory.host import HostGroup, SharedBlock
 from torchring.observe.flight_recorder.call_sites import call_site_of
 from torchring.observe.flight_recorder.entries import CurrentWait, FlightRecorder, read_state
-from torchring.observe.flight_recorder.stall_report import Peer, describe_ranks, describe_wait
+from torchring.observe.flight_recorder.stall_report import Peer, describe_ranks, describe_wait, missing_ranks
 from torchring.observe.periodic import PeriodicThread
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.rendezvous.signed import bottom
@@ -38,6 +38,7 @@ _SILENT_PAUSES: Final = 1.4  # without a message
 _SILENT_SECONDS: Final = 3.0
 _SILENT_HERE: Final = 5.0  # timer threads run once a second
 _LASTING: Final = 0.1  # of the pause between two messages: a shorter wait is over when the message is read
+_MOST_AWAITED: Final = 64
 _ANSWER_SECONDS: Final = 2.0  # for the store
 _JOIN_SECONDS: Final = 1.0
 # The sender's time, seconds between two messages, seconds since the ranks have met.
@@ -52,6 +53,7 @@ class StallMonitor:
         block: memory for the flight recorders of the ranks of this host, `entries.MEMORY_BYTES` each.
         limit: seconds of waiting after which this rank warns; 0 for never. Then there is no timer thread.
         operations: see `FlightRecorder`.
+        monitors: those of this rank, in the world of all ranks and its groups; this one is added.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class StallMonitor:
         block: SharedBlock,
         limit: float,
         operations: Mapping[int, str] = types.MappingProxyType({}),
+        monitors: list[StallMonitor] | None = None,
     ) -> None:
         self._rank = rendezvous.rank
         self._limit = limit
@@ -71,6 +74,9 @@ class StallMonitor:
             for rank, part in zip(host.ranks, block.parts, strict=True)
         }
         self.recorder = FlightRecorder(self._memory[self._rank], operations)  # the flight recorder of this rank
+        self._members = rendezvous.members or range(rendezvous.size)
+        self._monitors = [] if monitors is None else monitors
+        self._monitors.append(self)
         self._has_warned: set[tuple[int, int]] = set()  # (key, since) of the waits under way
         # Ranks of other hosts
         self._others = [rank for rank in range(rendezvous.size) if rank not in self._memory]
@@ -89,6 +95,8 @@ class StallMonitor:
     def close(self) -> None:
         """End the thread."""
         thread, self._thread = self._thread, None
+        if self in self._monitors:
+            self._monitors.remove(self)
         if thread is not None:
             thread.close()
             thread.join(_JOIN_SECONDS)
@@ -96,7 +104,8 @@ class StallMonitor:
     def tick(self) -> None:
         """Sample what this rank does, publish it if that is due, and warn. The timer thread calls this."""
         waits = self.recorder.waits()
-        self.recorder.write_sample(*call_site_of(self.recorder.thread), waits)
+        found = (each.wait_elsewhere() for each in list(self._monitors) if each is not self)
+        self.recorder.write_sample(*call_site_of(self.recorder.thread), waits, next(filter(None, found), None))
         ticked_at, self._ticked_at = self._ticked_at, time.monotonic()
         # This process may have been stopped itself, and not have taken in yet what has come meanwhile.
         was_stopped = self._ticked_at - ticked_at > _SILENT_SECONDS + self._seconds
@@ -111,17 +120,27 @@ class StallMonitor:
                 self._has_warned.add(identity)
                 self._warn(wait, seconds)
 
+    def wait_elsewhere(self) -> list[object] | None:
+        """What the training thread waits for in this world, for those who read of it in another one."""
+        for wait in self.recorder.waits():
+            if wait.is_in_training:
+                peers = self._peers()
+                awaited = [self._members[r] for r in missing_ranks(wait, peers) if peers[r].state is not None]
+                where = f"{str(wait.wait)[:200]} in the group of {ranks_in_words(self._members)[:100]}"
+                return [0, wait.since, where, awaited[:_MOST_AWAITED]]
+        return None
+
     def explain(self, ranks: Iterable[int]) -> str:
         """Say what `ranks`, or all other ranks if there are none, did last: a sentence each. From any thread."""
         late = [rank for rank in sorted(ranks) or range(self._rendezvous.size) if rank != self._rank]
         if any(rank in self._others for rank in late):
             self._look()
-        return describe_ranks(late, self._peers()) if late else ""
+        return describe_ranks(late, self._peers(), self._members[self._rank]) if late else ""
 
     def _warn(self, wait: CurrentWait, seconds: float) -> None:
         if self._others:
             self._look()
-        text = describe_wait(self._rank, wait, self._peers(), seconds, self._limit)
+        text = describe_wait(self._rank, wait, self._peers(), seconds, self._limit, self._members[self._rank])
         _logger.warning("%s", in_group(text, self._rendezvous.members))
 
     def _peers(self) -> dict[int, Peer]:

@@ -47,16 +47,19 @@ def missing_ranks(wait: CurrentWait, peers: Mapping[int, Peer]) -> list[int]:
     return behind or sorted(wait.awaited) or unfinished
 
 
-def describe_wait(rank: int, wait: CurrentWait, peers: Mapping[int, Peer], seconds: float, limit: float) -> str:
-    """The warning of a rank that has waited for `seconds`."""
+def describe_wait(
+    rank: int, wait: CurrentWait, peers: Mapping[int, Peer], seconds: float, limit: float, own: int = -1
+) -> str:
+    """The warning of a rank that has waited for `seconds`. `own`: its number in the job."""
     missing = missing_ranks(wait, peers)
     head = f"rank {rank} has waited for {duration(seconds)} in {wait.wait}"
     if not missing:
         return f"{head}. All ranks have come there: the transfer is slow, or the network is cut"
-    text = f"{head} for {ranks_in_words(missing)}. {describe_ranks(missing, peers)}"
+    text = f"{head} for {ranks_in_words(missing)}. {describe_ranks(missing, peers, own)}"
     waits = [peer.state.waits if peer.state is not None else None for peer in peers.values()]
     can_run = not any(peer.is_stopped or peer.is_silent for peer in peers.values())
-    if can_run and all(other is not None and other[1] >= _LONG_WAIT * limit for other in waits):
+    is_here = all(peer.state is not None and peer.state.awaits is None for peer in peers.values())
+    if can_run and is_here and all(other is not None and other[1] >= _LONG_WAIT * limit for other in waits):
         text += (
             ". All ranks wait, in different operations, so none of them can go on: let every rank call the same "
             "operations in the same order"
@@ -64,9 +67,17 @@ def describe_wait(rank: int, wait: CurrentWait, peers: Mapping[int, Peer], secon
     return text
 
 
-def describe_ranks(ranks: Sequence[int], peers: Mapping[int, Peer]) -> str:
-    """Say what each rank did last, a sentence each."""
-    sentences = [_describe(rank, peers.get(rank, Peer(None))) for rank in ranks[:_MOST_NAMED]]
+def describe_ranks(ranks: Sequence[int], peers: Mapping[int, Peer], own: int = -1) -> str:
+    """Say what each rank did last, a sentence each; and whether it waits for this one, rank `own` of the job."""
+    found = {rank: peers.get(rank, Peer(None)) for rank in ranks[:_MOST_NAMED]}
+    sentences = [_describe(rank, peer) for rank, peer in found.items()]
+    if crossing := [
+        rank for rank, peer in found.items() if peer.state is not None and own in (peer.state.awaits or ())
+    ]:
+        sentences.append(
+            f"{ranks_in_words(crossing).capitalize()} and this rank wait for each other, in two groups, so none can go "
+            "on: let every rank use its groups in the same order"
+        )
     return ". ".join(sentences)
 
 
