@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from torchring.collectives.service import Join
 from torchring.dynamo import run_eagerly
-from torchring.errors import RingError, TopologyError, decode_error, encode_error, ranks_in_words
+from torchring.errors import PeerTimeoutError, RingError, TopologyError, decode_error, encode_error, ranks_in_words
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.reducer import Reducer
 from torchring.observe.services import observe
@@ -141,18 +141,31 @@ def _meet(job: World, members: tuple[int, ...]) -> World:
         rendezvous.publish(_opens(job.rank), json.dumps([members, name]).encode())
         rendezvous.publish(key(job.rank), b"")
         for member in members:
-            if failure := rendezvous.fetch(key(member), member):
+            try:
+                failure = rendezvous.fetch(key(member), member)
+            except PeerTimeoutError as error:
+                opens = _has_begun(rendezvous, member) and json.loads(rendezvous.fetch(_opens(member), member))[0]
+                instead = f", and opens the group of {ranks_in_words(opens)} instead" if opens else ""
+                error.message = f"rank {member} did not come where this rank is {what}{instead}"
+                error.explanation = job.observer.explain((member,))
+                raise
+            if failure:
                 raise decode_error(failure, member)
         world = open_world(job, members, name)
         world.check_data = job.check_data
         return world
     except BaseException as error:
         cause = error if isinstance(error, RingError) else TopologyError(f"{type(error).__name__} in {what}: {error}")
-        if not cause.members:
-            rendezvous.with_timeout(1.0).publish(key(job.rank), encode_error(cause))
+        with contextlib.suppress(RingError):  # the store may be gone
+            if not cause.members:
+                rendezvous.with_timeout(1.0).publish(key(job.rank), encode_error(cause))
+            if cause is not error:  # members that know of this one are opening the world
+                store = within(rendezvous.store, name)
+                Rendezvous(store, members.index(job.rank), len(members), 1.0).give_up(cause)
         raise
     finally:
-        rendezvous.publish(_opens(job.rank), json.dumps([[], name]).encode())
+        with contextlib.suppress(RingError):
+            rendezvous.with_timeout(1.0).publish(_opens(job.rank), json.dumps([[], name]).encode())
         if is_outermost:
             del operations[thread]
 
@@ -165,6 +178,11 @@ def _count_meetings(job: World) -> Counter[tuple[int, ...]]:
 def _opens(rank: int) -> str:
     """The key under which a rank says which group it opens."""
     return f"group/opens/{rank}"
+
+
+def _has_begun(rendezvous: Rendezvous, rank: int) -> bool:
+    """Whether a rank has opened a group, or does now."""
+    return rendezvous.is_published(_opens(rank))
 
 
 class _Crossing:
@@ -196,7 +214,7 @@ class _Crossing:
         """What each rank opens, of those that wait for each other from `rank` back to the first one of `path`."""
         if path and rank == path[0][0]:
             return path
-        if not self._rendezvous.is_published(_opens(rank)) or any(rank == earlier for earlier, *_ in path):
+        if not _has_begun(self._rendezvous, rank) or any(rank == earlier for earlier, *_ in path):
             return []
         members, name = json.loads(self._rendezvous.fetch(_opens(rank), rank))
         missing = (other for other in members if not self._rendezvous.is_published(f"{name}/come/{other}"))
