@@ -517,10 +517,10 @@ def train_alone(training: Training) -> Iterator[tuple[list[Tensor], Net, list[to
 
 
 def _make_equal(
-    per_rank: Sequence[dict[str, Tensor]], givers: Sequence[int], without: Set[str] = frozenset({"own"})
+    per_rank: Sequence[dict[str, Tensor]], givers: Sequence[int], but: Set[str] = frozenset({"own"})
 ) -> None:
     """Give all ranks the mean of buffers; integers are those of the first."""
-    for name in per_rank[0].keys() - without if givers else ():
+    for name in per_rank[0].keys() - but if givers else ():
         values = [per_rank[r][name] for r in givers]
         value = torch.stack(values).mean(0) if values[0].is_floating_point() else values[0].clone()
         for own in per_rank:

@@ -111,10 +111,7 @@ def test_a_model_in_one_graph_trains_right_and_the_report_says_what_that_costs()
     traces = run_ranks(_train_whole, 2, deadline=150.0)
     assert all(trace.run_info.is_compiled and trace.arrivals for trace in traces)
     # A loaded machine may put a rank to sleep between two gradients.
-    traces = [
-        dataclasses.replace(trace, arrivals=[Arrivals(9, (9, 9, 8, 8, 8, 8))], steps=trace.steps[2:])
-        for trace in traces
-    ]
+    traces = [dataclasses.replace(it, arrivals=[Arrivals(9, (9, 9, 8, 8, 8, 8))], steps=it.steps[2:]) for it in traces]
     assert any("All gradients arrive together" in problem for problem in analyse(merge(traces)).problems)
 
 

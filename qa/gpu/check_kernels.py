@@ -52,9 +52,7 @@ class _Ranks:
         self._pads = [torch.zeros(signal_bytes(size, blocks) // 4, dtype=torch.int32, device="cuda") for _ in wires]
         self.abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self.streams = [torch.cuda.Stream() for _ in wires]  # type: ignore[no-untyped-call]
-        addresses, signals = (
-            torch.tensor([each.data_ptr() for each in own], device="cuda") for own in (wires, self._pads)
-        )
+        addresses, signals = (torch.tensor([t.data_ptr() for t in own], device="cuda") for own in (wires, self._pads))
         bounds = slice_bounds(numel, size, 4) if sums else [(0, 0)] * size
         of_all: Any = {"num_ranks": size, "abort": self.abort, "max_blocks": blocks}
         self.launches = [

@@ -176,7 +176,7 @@ def _nccl(version: int, window: int, asked: list[Any]) -> mock.Mock:
         (22907, 7, [(3, 20, 1), (3, 7), (True,)], "ncclCommWindowDeregister fails with NCCL's error 5"),
     ],
 )
-def test_what_is_asked_of_nccl(
+def test_calls_of_nccl(
     version: int, window: int, asked: list[Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def as_tensor(memory: Any, device: torch.device) -> torch.Tensor:

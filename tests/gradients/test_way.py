@@ -81,7 +81,7 @@ def _traced(rank: int, size: int) -> tuple[Trace, Trace]:
         optimizer.zero_grad()
         model(torch.randn(8, 300)).sum().backward()
         optimizer.step()
-    trace, steps = Trace(), [Trace() for _ in range(6)]
+    trace, steps = Trace(), [Trace() for _ in range(20)]
     x = torch.randn(8, 300)
     for whole_step in steps:
         sys.setprofile(whole_step.note)

@@ -113,10 +113,8 @@ def test_srun_starts_a_step_that_reads_what_ssh_reads() -> None:
         host_job("b", ["train"], {"A": "secret"}, environ={"B": "1"}, silence=9.0, launcher=launcher)
         for launcher in ("ssh", "srun")
     ]
-    assert [(job.command[0], job.environ, job.is_remote) for job in jobs] == [
-        ("ssh", {"B": "1"}, True),
-        ("srun", {"B": "1"}, True),
-    ]
+    assert [job.command[0] for job in jobs] == ["ssh", "srun"]
+    assert [(job.environ, job.is_remote) for job in jobs] == [({"B": "1"}, True)] * 2
     assert "--nodelist=b" in jobs[1].command
     assert jobs[1].command[-3:-1] == ["sh", "-c"]
     assert (jobs[1].command[-1], jobs[1].variables) == (jobs[0].command[-1], jobs[0].variables)

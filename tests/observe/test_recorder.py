@@ -1,7 +1,5 @@
 """What the recorder writes down of real steps, and when the trace is written."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools
@@ -334,7 +332,7 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogC
         for ended_by in ("", "", "end"):
             recorder.end_step(recorder.num_steps)
             writer._writers[0].write(recorder, ended_by)
-    assert [record.message.partition(":")[0] for record in caplog.records] == [
+    assert [each.message.partition(":")[0] for each in caplog.records] == [
         f"no trace is written to {tmp_path}/file/folder"
     ]
 
@@ -397,7 +395,7 @@ class _Mark:
     def is_reached(self) -> bool:
         return self.at <= self.stream.done_at
 
-    def milliseconds_since(self, earlier: _Mark) -> float:
+    def milliseconds_since(self, earlier: "_Mark") -> float:
         assert self.is_reached()
         assert earlier.is_reached()
         return (self.at - earlier.at) / 1e6

@@ -5,8 +5,6 @@ leaves what is wrong, under torchring, and in one process that has the batches o
 script of a few lines, and the error that it gets. For replicas that become different see participants/test_replicas.py.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re
@@ -43,7 +41,7 @@ class Way(Side):
 
     name: str
 
-    def values_after(self, script: Callable[[Way, Model, Any, Optimizer], object], make: Callable[[], Model]) -> Any:
+    def values_after(self, script: Callable[..., object], make: Callable[[], Model]) -> Any:
         """What script(way, model, what to call forward on, optimizer) leaves of a model."""
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

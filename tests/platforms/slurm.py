@@ -8,8 +8,6 @@ Nodes are hosts of a `torchring.bench.netns.Network`, which kills all that runs 
 processor and the files of this machine; Slurm gives out NUM_CPUS cores of each, and binds no process to them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -87,7 +85,7 @@ class Cluster:
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> "Cluster":
         assert not (trouble := _missing()), trouble
         with self._stack as stack:
             stack.enter_context(_no_subreaper())

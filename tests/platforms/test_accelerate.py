@@ -90,9 +90,7 @@ def test_it_trains_as_with_ddp(rank: int) -> None:
 
     options: dict[str, Any]
     for options in ({"num_epochs": 4}, {"mixed_precision": "bf16"}, {"is_scaled": True}):
-        (_, model, optimizer, mine), (_, wrapped, _, ddp) = (
-            _trained(kind, **options) for kind in (_ring(), Accelerator)
-        )
+        (_, model, optimizer, mine), (_, wrapped, _, ddp) = (_trained(it, **options) for it in (_ring(), Accelerator))
         assert mine == {**ddp, "weights": close(ddp["weights"]), "losses": close(ddp["losses"])}
         assert set(mine["skipped"]) == ({True, False} if "is_scaled" in options else {False})
         same(mine["weights"])

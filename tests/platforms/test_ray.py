@@ -1,7 +1,5 @@
 """torchring.ray on a local Ray: the scripts of docs/platforms/ray.md, workers that fail or die, and bad input."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

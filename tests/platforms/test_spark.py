@@ -283,9 +283,7 @@ def test_what_cannot_work_is_refused_at_once(spark: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr("torchring.spark.barrier._REGISTRATION_SECONDS", 0.0)  # all executors have come
     said = refused(num_proc=5)
     assert said.startswith("ValueError: num_proc=5, but Spark has 2 task slots (master local-cluster[2,1,1024])")
-    assert "cannot send test_what_cannot_work_is_refused_at_once.<locals>.<lambda>" in refused(
-        lambda _: spark, num_proc=2
-    )
+    assert "cannot send test_what_cannot_work_is_refused_at_once.<locals>" in refused(lambda _: spark, num_proc=2)
     returns = refused(lambda _: (each for each in "a"), num_proc=1)
     assert re.search(r"TypeError: rank 0 of 1 .* returned generator, which cannot be pickled", returns)
 

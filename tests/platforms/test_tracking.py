@@ -1,7 +1,5 @@
 """docs/platforms/tracking.md: its code and its command on two ranks, and what trackers then hold."""
 
-from __future__ import annotations
-
 import io
 import re
 import shlex

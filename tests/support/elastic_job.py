@@ -8,8 +8,6 @@
 The driver is the one of `torchring run --elastic`, in this process. Workers write what they do to a file: see `note`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -58,7 +56,7 @@ class _Job:
 
     is_remote = True
 
-    def __init__(self, job: ElasticJob, name: str, command: list[str], env: dict[str, str], **how: Any) -> None:
+    def __init__(self, job: "ElasticJob", name: str, command: list[str], env: dict[str, str], **how: Any) -> None:
         self.command = command
         self._job = job
         self._host = name
@@ -154,7 +152,7 @@ class ElasticJob:
         self._notes: list[dict[str, Any]] = []
         self._num_read: dict[Path, int] = {}
 
-    def __enter__(self) -> ElasticJob:
+    def __enter__(self) -> "ElasticJob":
         self.context = _start_method(_clean_environ())
         self.leftovers = self._stack.enter_context(_Leftovers())
         self.folder = Path(self.leftovers.folder)  # of notes and logs

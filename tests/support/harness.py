@@ -15,8 +15,6 @@ each instead of 2 s. Like all forked children they end with os._exit, here after
 those 0.05 s, and what torch does once per process.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -631,7 +629,7 @@ class _Leftovers:
     This process becomes the parent of orphans (a "subreaper"), so that not even a daemonised grandchild gets away.
     """
 
-    def __enter__(self) -> _Leftovers:
+    def __enter__(self) -> "_Leftovers":
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self.folder = tempfile.mkdtemp(prefix="torchring-test-")
         self.tmpdir = os.path.join(self.folder, "tmp")

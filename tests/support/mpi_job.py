@@ -7,8 +7,6 @@ Work and answers travel through a TCPStore of the tests' process, pickled; `body
 functools.partial of one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import importlib.util
@@ -88,7 +86,7 @@ class MpiJob:
         self._process: subprocess.Popen[str] | None = None
         self._num_works = 0
 
-    def __enter__(self) -> MpiJob:
+    def __enter__(self) -> "MpiJob":
         return self
 
     def __exit__(self, *_: object) -> None:

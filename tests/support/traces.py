@@ -1,7 +1,5 @@
 """Traces of jobs that never ran: made from the durations that a test gives, so that the right answer is known."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random
@@ -153,7 +151,7 @@ def shifted(trace: RankTrace, num_dropped: int) -> RankTrace:
     return dataclasses.replace(trace, steps=trace.steps[num_dropped:])
 
 
-def encode(step: StepRecord) -> array[int]:
+def encode(step: StepRecord) -> "array[int]":
     """The row of a step."""
     own = (step.number, step.begin, step.end, step.num_samples, step.stall_ns, step.packing_ns, step.loading_ns)
     load = (step.loading_cpu_ns, step.num_workers, step.queued_ns, step.exposed_queued_ns)

@@ -209,9 +209,7 @@ class Fault(NamedTuple):
             os.kill(int((folder / f"pid{rank}").read_text()), signal.SIGKILL)
 
 
-def _train_until_it_fails(
-    rank: int, world_size: int, network: Network, algorithm: str, fault: Fault, folder: Path
-) -> None:
+def _train_until_it_fails(rank: int, size: int, network: Network, algorithm: str, fault: Fault, folder: Path) -> None:
     """The process ends at once then, rank 0's with the store."""
 
     def in_backward(step: int) -> None:
@@ -220,7 +218,7 @@ def _train_until_it_fails(
 
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     # Starting may take longer than the timeout.
-    wait_until(lambda: len(list(folder.glob("pid*"))) == world_size, "all ranks to start", 20.0)
+    wait_until(lambda: len(list(folder.glob("pid*"))) == size, "all ranks to start", 20.0)
     torchring.init(timeout_seconds=fault.timeout_seconds)
     if not fault.blamed:
         _train_exactly(rank, algorithm, in_backward=in_backward)
