@@ -85,6 +85,8 @@ def check_dense(tensor: torch.Tensor) -> None:
         raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
     if not tensor.is_cpu and not is_movable(tensor.device):
         raise ValueError(f"expected a tensor on the CPU or on CUDA, got one on {tensor.device}")
+    if hasattr(tensor, "to_local"):
+        raise ValueError("expected a tensor of this rank, got a DTensor; pass tensor.to_local()")
     if tensor.layout != torch.strided:
         raise ValueError(f"expected a dense tensor, got layout {tensor.layout}; pass tensor.to_dense()")
 
