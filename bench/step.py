@@ -2,6 +2,7 @@
 
     torchring bench step                           all models, 2 ranks, one thread each
     torchring bench step --models mlp gpt --json results.jsonl
+    torchring bench step --models mlp gpt --ranks 4 --group 2      2 ranks have equal parts of layers: cut in two
 
 Rivals take turns (see turns.py). Each rival trains its own copy of the model in processes of its own, from the same
 weights and on the same batches. A step is zero_grad, forward, backward and step. "alone" trains without communication.
@@ -12,12 +13,14 @@ Rivals, at their best settings:
                torchring.horovod.DistributedOptimizer(optimizer)
     ddp        DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     horovod    hvd.DistributedOptimizer over MPI, cycle time 0.1 ms (if it can be imported)
-    alone      no communication at all
+    no group   with --group of all ranks: torchring without group=
+    alone      no communication between ranks that have the same parts
 At the end all rivals must have the same weights, to within rounding. "alone" must have other weights.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchring
 import torchring.horovod as api
@@ -57,7 +63,7 @@ class Trainer:
 
 
 MOST_DISTANCE = 1e-3
-Wrap = Callable[[torch.nn.Module], Trainer]
+Wrap = Callable[..., Trainer]
 
 
 def main() -> int:
@@ -66,37 +72,41 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     parser.add_argument("--rivals", nargs="+", choices=[*RIVALS, "horovod"], help="beside torchring and alone")
     parser.add_argument("--seconds", type=duration, default=30.0, help="time for each model")
-    parser.add_argument("--most", type=measure.positive, default=120, help="largest number of steps that count")
+    parser.add_argument(
+        "--group", type=measure.several, help="ranks that reduce together; others cut the linear layers"
+    )
     options = parser.parse_args()
     if options.worker:
         torch.set_num_threads(1)
         torchring.init()
-        turns.serve(options.worker, functools.partial(prepare, options.models[0]))
+        turns.serve(options.worker, functools.partial(prepare, options.models[0], options.group))
         return 0
     about = measure.provenance() | {"script": Path(__file__).name}
     rows = []
     for ranks in options.ranks:
-        table = [compare(name, ranks, options.seconds, options.most, options.rivals) for name in options.models]
+        table = [compare(name, ranks, options) for name in options.models]
         report(table, about | {"ranks": ranks})
         rows += table
     measure.write_rows(options.json, rows, about)
     return 0
 
 
-def compare(name: str, ranks: int, seconds: float, most: int, chosen: Sequence[str] | None = None) -> dict[str, Any]:
+def compare(name: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     """Time the rivals on one model; by default all."""
-    others = chosen or [*RIVALS, *(["horovod"] if measure.has_horovod() else [])]
-    rivals = list(dict.fromkeys(["torchring", "alone", *others]))
+    default = ["torchring.horovod", "ddp", *["horovod"] * measure.has_horovod()]
+    rivals = list(dict.fromkeys(["torchring", "alone", *(options.rivals or (["ddp"] if options.group else default))]))
     arguments, launchers = ["--models", name], {"horovod": measure.mpirun(ranks)}
+    if options.group:
+        arguments += ["--group", str(options.group)]
     with (
         stopped_by_signals(),
         closing(turns.Coordinator(__file__, rivals, ranks, arguments, launchers=launchers)) as coordinator,
     ):
-        coordinator.take_turns(warmups=1, seconds=seconds, most=-(-most // (turns.STEPS_PER_TURN - 1)))
+        coordinator.take_turns(warmups=1, seconds=options.seconds, most=40)
         results = coordinator.finish()
         distances = {rival: check_weights(rival, coordinator.folder) for rival in rivals if rival != "torchring"}
     for rival, per_rank in results.items():
-        if rival != "alone" and len({rank["digest"] for rank in per_rank}) > 1:
+        if rival != "alone" and len({rank["digest"] for rank in per_rank}) > ranks // (options.group or ranks):
             raise SystemExit(f"{rival} left its ranks with different weights")
     model = MODELS[name]().model
     parameters = list(model.parameters())
@@ -118,18 +128,22 @@ def compare(name: str, ranks: int, seconds: float, most: int, chosen: Sequence[s
     }
 
 
-def prepare(name: str, rival: str, folder: Path) -> tuple[Callable[[str], None], Callable[[], dict[str, Any]]]:
+def prepare(
+    name: str, group: int | None, rival: str, folder: Path
+) -> tuple[Callable[[str], None], Callable[[], dict[str, Any]]]:
     """What `turns.serve` needs on a rank: a function that trains for one step, and one that returns the result."""
-    workload = MODELS[name]()
-    batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
+    workload, parts = MODELS[name](), torchring.size() // (group or torchring.size())
+    batches = [workload.batch(seed=1000 * (torchring.rank() // parts) + i) for i in range(8)]
     torch.manual_seed(0)
     model = MODELS[name]().model
-    start = flat_weights(model)
+    mesh = cut(model, parts) if group else None
     wrap = RIVALS[rival] if rival != "horovod" else functools.partial(with_horovod, measure.start_horovod())
-    trainer = wrap(model)
+    trainer = wrap(model, mesh)
+    kept = torch.nn.ParameterList(model.parameters())  # the first forward of DDP takes DTensors out of the model
+    start = flat_weights(kept)
 
     def result() -> dict[str, Any]:
-        weights = flat_weights(model)
+        weights = flat_weights(kept)
         if torchring.rank() == 0:
             torch.save((start, weights), folder / f"{rival}.pt")
         stats = vars(trainer.optimizer.stats()) if rival == "torchring" else None
@@ -139,8 +153,21 @@ def prepare(name: str, rival: str, folder: Path) -> tuple[Callable[[str], None],
     return lambda _: trainer.step(workload, batches), result
 
 
+def cut(model: torch.nn.Module, parts: int) -> DeviceMesh:
+    """Cut pairs of linear layers, as those of the blocks of a GPT, and return the dimension of the same parts."""
+    measure.open_gloo()
+    mesh = init_device_mesh("cpu", (torchring.size() // parts, parts), mesh_dim_names=("dp", "tp"))
+    for module in model.modules() if parts > 1 else ():
+        layers = [layer for layer in module.children() if isinstance(layer, torch.nn.Linear)]
+        for i, layer in enumerate(layers[: len(layers) // 2 * 2] if isinstance(module, torch.nn.Sequential) else ()):
+            parallelize_module(layer, mesh["tp"], RowwiseParallel() if i % 2 else ColwiseParallel())
+    return mesh["dp"]
+
+
 def flat_weights(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    """Of DTensors, this rank's part."""
+    own = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    return torch.cat([p.detach().flatten() for p in own])
 
 
 def distance(weights: torch.Tensor, right: torch.Tensor, start: torch.Tensor) -> float:
@@ -184,32 +211,37 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-def with_torchring(model: torch.nn.Module) -> Trainer:
-    return Trainer(model, torchring.wrap(sgd(model), model), [])
+def with_torchring(model: torch.nn.Module, mesh: DeviceMesh | None = None) -> Trainer:
+    return Trainer(model, torchring.wrap(sgd(model), model, group=mesh), [])
 
 
-def with_api_of_horovod(model: torch.nn.Module) -> Trainer:
+def without_group(model: torch.nn.Module, mesh: DeviceMesh | None = None) -> Trainer:
+    return with_torchring(model, None)
+
+
+def with_api_of_horovod(model: torch.nn.Module, mesh: DeviceMesh | None = None) -> Trainer:
     api.init()
-    return with_horovod(api, model)
+    return with_horovod(api, model, mesh)
 
 
-def with_ddp(model: torch.nn.Module) -> Trainer:
+def with_ddp(model: torch.nn.Module, mesh: DeviceMesh | None = None) -> Trainer:
     measure.open_gloo()
-    ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, device_mesh=mesh)
     return Trainer(ddp, sgd(ddp), [])
 
 
-def with_horovod(hvd: Any, model: torch.nn.Module) -> Trainer:
+def with_horovod(hvd: Any, model: torch.nn.Module, mesh: DeviceMesh | None = None) -> Trainer:
     optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
     return Trainer(model, optimizer, [])
 
 
-def without_communication(model: torch.nn.Module) -> Trainer:
+def without_communication(model: torch.nn.Module, mesh: DeviceMesh | None = None) -> Trainer:
     return Trainer(model, sgd(model), [])
 
 
 RIVALS: dict[str, Wrap] = {
     "torchring": with_torchring,
+    "no group": without_group,
     "torchring.horovod": with_api_of_horovod,
     "ddp": with_ddp,
     "alone": without_communication,

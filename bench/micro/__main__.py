@@ -9,5 +9,7 @@ if __name__ == "__main__":
     if missing:
         sys.exit(f"torchring bench micro needs {' and '.join(missing)}: pip install 'torchring[bench]'")
     import pytest
+    import torch
 
+    torch.set_num_threads(1)  # as a rank's
     sys.exit(pytest.main([str(Path(__file__).parent), *sys.argv[1:]]))

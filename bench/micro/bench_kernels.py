@@ -1,4 +1,4 @@
-"""pack, unpack and accumulate (`kernels/reference.py`) against PyTorch's own calls.
+"""pack and accumulate (`kernels/reference.py`) against PyTorch's own calls.
 
 The gradients have the shapes of the models in `bench/models.py`; one more list has 2,000 tensors of 32 elements. As in
 training, gradients are scaled while they are packed into a bf16 wire, but not while they are packed into an fp32 wire.
@@ -80,19 +80,6 @@ def bench_pack(benchmark: BenchmarkFixture, load: Load, rival: str) -> None:
     else:
         benchmark(reference.pack, load.grads, load.views, scale=load.scale)
     assert torch.equal(load.wire, (load.values * load.scale).to(load.wire.dtype))
-
-
-@rivals
-def bench_unpack(benchmark: BenchmarkFixture, load: Load, rival: str) -> None:
-    benchmark.group = f"unpack: {load.name}"
-    load.wire.copy_(load.values)
-    torch._foreach_zero_(load.grads)
-    if rival == "torch":
-        benchmark(torch._foreach_copy_, load.grads, load.views)
-    else:
-        benchmark(reference.unpack, load.views, load.grads)
-    for grad, right in zip(load.grads, load.pieces(load.values), strict=True):
-        assert torch.equal(grad, right)
 
 
 @rivals
