@@ -11,22 +11,16 @@ from torchring.threads import SerialThread
 
 
 class WorkOnThread:
-    """One bucket on a thread. See `BucketWork`.
-
-    Args:
-        thread: calls `reduce`, unless an earlier bucket has failed.
-        failure: the first failure of any bucket of the same all-reduce.
-        fail: called with an error of `reduce`; sets `failure`.
-    """
+    """One bucket on a thread. See `BucketWork`."""
 
     __slots__ = ("_fail", "_failure", "_future", "span")
 
     def __init__(
         self,
-        thread: SerialThread,
+        thread: SerialThread,  # calls `reduce`, unless an earlier bucket has failed
         reduce: Callable[[], None],
-        failure: FirstFailure,
-        fail: Callable[[RingError], object],
+        failure: FirstFailure,  # the first failure of any bucket of the same all-reduce
+        fail: Callable[[RingError], object],  # called with an error of `reduce`; sets `failure`
     ) -> None:
         self.span: tuple[float, float] | None = None
         self._failure = failure

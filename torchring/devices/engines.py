@@ -68,21 +68,18 @@ class Engine:
 
     The backend only adds up. NCCL could take the mean, but would then not let the switch add up (`ncclNvlsSupported` in
     its device.h), which is worth a third more bandwidth among 8 H100 (NVIDIA/nccl#2140).
-
-    Args:
-        algorithm: "direct", "ring", "hierarchical" or "native".
-        group: the devices that share memory, by which kernels reduce. In a group of one rank the sum is there already.
-        num_slices: number of slices that a buffer is cut into. Rank r has slice r; the ranks beyond have none.
-        backend: adds up this rank's slice, between the kernel's two halves: of "native" between all ranks, of
-            "hierarchical" between the ranks with the same slice; None on ranks without one.
     """
 
     def __init__(
         self,
-        algorithm: str,
+        algorithm: str,  # "direct", "ring", "hierarchical" or "native"
+        # the devices that share memory, by which kernels reduce. In a group of one rank the sum is there already.
         group: SymmetricGroup,
         accelerator: CudaAccelerator,
+        # number of slices that a buffer is cut into. Rank r has slice r; the ranks beyond have none.
         num_slices: int | None = None,
+        # adds up this rank's slice, between the kernel's two halves: of "native" between all ranks, of "hierarchical"
+        # between the ranks with the same slice; None on ranks without one.
         backend: Backend | None = None,
     ) -> None:
         self.algorithm = algorithm

@@ -46,28 +46,20 @@ class _Part:
 
 
 class DevicePacking(Packing):
-    """On a device, see `Packing`.
-
-    Args:
-        scale: applied before the cast.
-        plan: the bucket's.
-        wire: the wire buffer, on the accelerator's device.
-        found: where the kernel reports what is not finite, or may overflow in the sum; see `kernels.pack`.
-        num_ranks: over which the bucket is summed.
-        all_reduce: reduces the bucket.
-        streams: those on which gradients were computed since the reduction began. Belongs to all buckets.
-    """
+    """On a device, see `Packing`."""
 
     is_asynchronous = True
 
     def __init__(
         self,
-        scale: float,
-        plan: BucketPlan,
-        wire: torch.Tensor,
+        scale: float,  # applied before the cast
+        plan: BucketPlan,  # the bucket's
+        wire: torch.Tensor,  # the wire buffer, on the accelerator's device
+        # where the kernel reports what is not finite, or may overflow in the sum; see `kernels.pack`.
         found: torch.Tensor,
-        num_ranks: int,
-        all_reduce: OnStream,
+        num_ranks: int,  # over which the bucket is summed
+        all_reduce: OnStream,  # reduces the bucket
+        # those on which gradients were computed since the reduction began. Belongs to all buckets.
         streams: set[object],
     ) -> None:
         self._plan = plan

@@ -34,22 +34,17 @@ class OnStream:
     """Runs an engine in a stream of its own. See `AllReduce`; used by one thread, except `fail`.
 
     Buckets are done in order, and one wait is enough for all. So this is also the `BucketWork` of each bucket.
-
-    Args:
-        engine: launches the all-reduces.
-        world: the ranks that reduce together.
-        in_background: backward goes on meanwhile. If False, the current stream waits for each bucket.
-        lost_afar: a method that returns an error if a rank of another host is gone. Called from another thread.
     """
 
     span = None
 
     def __init__(
         self,
-        engine: Engine,
-        world: World,
+        engine: Engine,  # launches the all-reduces
+        world: World,  # the ranks that reduce together
         *,
-        in_background: bool,
+        in_background: bool,  # backward goes on meanwhile. If False, the current stream waits for each bucket.
+        # a method that returns an error if a rank of another host is gone. Called from another thread.
         lost_afar: Callable[[], RingError | None] | None = None,
     ) -> None:
         self.algorithm = engine.algorithm

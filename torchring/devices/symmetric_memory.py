@@ -39,14 +39,7 @@ class CudaBlock(NamedTuple):
 
 
 class CudaGroup:
-    """The ranks of one host whose kernels reach each other's memory. Opening a group is collective among them.
-
-    Args:
-        name: equal on all ranks; never used before in any of their processes.
-        num_processors: multiprocessors of the smallest GPU; of a GPU that ranks share, the share of each.
-        is_isolated: several ranks see different GPUs under the same number, as CUDA_VISIBLE_DEVICES arranges.
-            PyTorch takes such GPUs for one GPU, and refuses unless it is told that ranks may share a GPU.
-    """
+    """The ranks of one host whose kernels reach each other's memory. Opening a group is collective among them."""
 
     is_mapped = True  # other ranks map the memory. Mapping takes long, so wires that are opened together share it.
     shares_devices = False  # several of the ranks use the same GPU
@@ -57,9 +50,11 @@ class CudaGroup:
         host: HostGroup,
         rendezvous: Rendezvous,
         device: torch.device,
-        name: str,
-        num_processors: int,
+        name: str,  # equal on all ranks; never used before in any of their processes
+        num_processors: int,  # multiprocessors of the smallest GPU; of a GPU that ranks share, the share of each
         *,
+        # several ranks see different GPUs under the same number, as CUDA_VISIBLE_DEVICES arranges. PyTorch takes such
+        # GPUs for one GPU, and refuses unless it is told that ranks may share a GPU.
         is_isolated: bool,
     ) -> None:
         self.ranks, self.index = host.ranks, host.index  # world ranks, ascending; position of this rank there

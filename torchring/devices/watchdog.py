@@ -30,22 +30,16 @@ class DeviceWatchdog:
     The main thread may be waiting for the device itself (`loss.item()`), so the watchdog has a thread. The watchdog
     calls nothing of the device, because a call may have to wait for a launch that waits for a dead rank; it looks at
     reports that the device has sent (`CudaAccelerator.fetch`). Another thread asks whether the device still works.
-
-    Args:
-        all_reduce: fails if a rank is dead or late. Kept weakly: an unused all-reduce must not live on in this thread.
-        host: the ranks of this host, if there are others.
-        timeout_seconds: the longest time that the device may take for a sealed reduction.
-        lost_afar: see `OnStream`; its object is kept weakly, too.
-        find_fault: see `CudaAccelerator`.
     """
 
     def __init__(
         self,
+        # fails if a rank is dead or late. Kept weakly: an unused all-reduce must not live on in this thread.
         all_reduce: OnStream,
-        host: HostGroup | None,
-        timeout_seconds: float,
-        lost_afar: Callable[[], RingError | None] | None,
-        find_fault: Callable[[], str],
+        host: HostGroup | None,  # the ranks of this host, if there are others
+        timeout_seconds: float,  # the longest time that the device may take for a sealed reduction
+        lost_afar: Callable[[], RingError | None] | None,  # see `OnStream`; its object is kept weakly, too
+        find_fault: Callable[[], str],  # see `CudaAccelerator`
     ) -> None:
         self._all_reduce = weakref.ref(all_reduce)
         self._host = host if host is not None and host.size > 1 else None

@@ -57,23 +57,19 @@ _AGENT: Final = (
 def start(
     command: Sequence[str],
     num_proc: int | None = None,
-    hosts: Sequence[Host] | None = None,
+    hosts: Sequence[Host] | None = None,  # by default this host. The first host gets the lowest ranks.
+    # variables for the processes. Other hosts get these, PYTHONPATH, OMP_NUM_THREADS and HOROVOD_*.
     env: Mapping[str, str] | None = None,
     launcher: str = "auto",
     output: OutputOptions | None = None,
-    ssh_options: Sequence[str] = (),
+    ssh_options: Sequence[str] = (),  # arguments for ssh, such as -p and a port
+    # see placement.py. "auto" is "core" on hosts with a physical core for each of their ranks, else "none".
     bind: str = "auto",
 ) -> int:
     """Run `python COMMAND...` in `num_proc` processes that find each other, and wait for them.
 
     Call it from the main thread: SIGINT, SIGTERM and SIGHUP end all processes, a second signal at once. Rank 0 reads
     this process's standard input if rank 0 is on this host; the other ranks read nothing.
-
-    Args:
-        hosts: by default this host. The first host gets the lowest ranks.
-        env: variables for the processes. Other hosts get these, PYTHONPATH, OMP_NUM_THREADS and HOROVOD_*.
-        ssh_options: arguments for ssh, such as -p and a port.
-        bind: see placement.py. "auto" is "core" on hosts with a physical core for each of their ranks, else "none".
 
     Returns the exit code of the process that failed first (over ssh: on the host whose processes ended first), 128 + n
     if signal n ended it, or 0. Raises LaunchError if nothing was started.

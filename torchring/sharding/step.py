@@ -41,21 +41,15 @@ class Shards:
     `optimizer.state` has an entry for each shard that this rank steps. A step of the optimizer is one of the shards:
     the last hook before it puts shards in the place of parameters, and the first hook after it puts parameters back. So
     the script's hooks see parameters.
-
-    Args:
-        optimizer: its state does not change; `checkpoint.deal_out` keeps this rank's share.
-        names: of its parameters.
-        number: of the optimizer, among those of the world that are sharded.
-        all_reduce: of the gradients.
     """
 
     def __init__(
         self,
         world: World,
-        optimizer: Optimizer,
-        names: Mapping[torch.nn.Parameter, str],
-        number: int,
-        all_reduce: AllReduce[Any],
+        optimizer: Optimizer,  # its state does not change; `checkpoint.deal_out` keeps this rank's share
+        names: Mapping[torch.nn.Parameter, str],  # of its parameters
+        number: int,  # of the optimizer, among those of the world that are sharded
+        all_reduce: AllReduce[Any],  # of the gradients
     ) -> None:
         self.world = world
         self.optimizer = optimizer

@@ -53,28 +53,21 @@ _OTHERS_BEGIN: Final = ("GROUP_", "ROLE_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", 
 
 
 def start_elastic(
-    command: Sequence[str],
-    limits: Limits,
-    hosts: Hosts,
+    command: Sequence[str],  # the arguments of `python`: a script, or `-m` and a module, and their arguments
+    limits: Limits,  # the number of workers, and how long to wait for them
+    hosts: Hosts,  # where workers start. `start_elastic` starts and closes it.
+    # variables to set for the workers, on every host. Other hosts get these variables, PYTHONPATH, OMP_NUM_THREADS and
+    # HOROVOD_*, and no others.
     env: Mapping[str, str] | None = None,
-    output: OutputOptions | None = None,
-    ssh_options: Sequence[str] = (),
+    output: OutputOptions | None = None,  # how to show the output of the workers. Log files are written on this host.
+    ssh_options: Sequence[str] = (),  # arguments for ssh, such as -p and a port
+    # what starts workers of other hosts: "srun" inside an allocation of Slurm, "kubectl" in pods, else ssh.
     launcher: str = "ssh",
 ) -> int:
     """Run `python COMMAND...` in workers that come and go, until the training has finished.
 
     Call this from the main thread: after the first SIGINT, SIGTERM or SIGHUP all workers finish their step, save and
     end. They get the same signal, but SIGTERM for SIGHUP. A second signal kills them.
-
-    Args:
-        command: the arguments of `python`: a script, or `-m` and a module, and their arguments.
-        limits: the number of workers, and how long to wait for them.
-        hosts: where workers start. `start_elastic` starts and closes it.
-        env: variables to set for the workers, on every host. Other hosts get these variables, PYTHONPATH,
-            OMP_NUM_THREADS and HOROVOD_*, and no others.
-        output: how to show the output of the workers. Log files are written on this host.
-        ssh_options: arguments for ssh, such as -p and a port.
-        launcher: what starts workers of other hosts: "srun" inside an allocation of Slurm, "kubectl" in pods, else ssh.
 
     Returns 0 if the training has finished and no worker of the last generation failed, otherwise the exit code of the
     first that failed; 1 if the job was given up; 128 + n if signal n ended the job.

@@ -47,22 +47,16 @@ _logger: Final = logging.getLogger("torchring")
 
 
 class StallMonitor:
-    """Watches how long this rank waits, and knows what the other ranks do.
-
-    Args:
-        block: memory for the flight recorders of the ranks of this host, `entries.MEMORY_BYTES` each.
-        limit: seconds of waiting after which this rank warns; 0 for never. Then there is no timer thread.
-        operations: see `FlightRecorder`.
-        monitors: those of this rank, in the world of all ranks and its groups; this one is added.
-    """
+    """Watches how long this rank waits, and knows what the other ranks do."""
 
     def __init__(
         self,
         rendezvous: Rendezvous,
         host: HostGroup,
-        block: SharedBlock,
-        limit: float,
-        operations: Mapping[int, str] = types.MappingProxyType({}),
+        block: SharedBlock,  # memory for the flight recorders of the ranks of this host, `entries.MEMORY_BYTES` each
+        limit: float,  # seconds of waiting after which this rank warns; 0 for never. Then there is no timer thread.
+        operations: Mapping[int, str] = types.MappingProxyType({}),  # see `FlightRecorder`
+        # those of this rank, in the world of all ranks and its groups; this one is added.
         monitors: list[StallMonitor] | None = None,
     ) -> None:
         self._rank = rendezvous.rank

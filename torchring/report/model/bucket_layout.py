@@ -58,21 +58,15 @@ def ready_shares(job: Job) -> Array | None:
 
 def lay_out(
     parameters: Sequence[ParameterRecord],
+    # for each parameter, the share of backward after which its gradient is ready. NaN if it never comes: then its
+    # bucket leaves at the end of backward.
     shares: Array,
-    bucket_bytes: float,
-    ratio: float = 1.0,
+    bucket_bytes: float,  # cap of a bucket, in bytes of gradient
+    ratio: float = 1.0,  # bytes in the bucket for each byte of gradient; less than 1 if gradients are compressed
     *,
-    last_bucket_bytes: int | None = None,
+    last_bucket_bytes: int | None = None,  # as for `build_plan`
 ) -> Layout:
-    """The buckets that `wrap` makes of parameters.
-
-    Args:
-        shares: for each parameter, the share of backward after which its gradient is ready. NaN if it never comes:
-            then its bucket leaves at the end of backward.
-        bucket_bytes: cap of a bucket, in bytes of gradient.
-        ratio: bytes in the bucket for each byte of gradient; less than 1 if gradients are compressed.
-        last_bucket_bytes: as for `build_plan`.
-    """
+    """The buckets that `wrap` makes of parameters."""
     from torchring.gradients.plan import build_plan
 
     shares = np.nan_to_num(shares, nan=1.0)
