@@ -161,8 +161,7 @@ def refuse_to_stay_alone(world: World) -> None:
 def make_process_group(world: World) -> None:
     """Make torch.distributed's default process group, unless there is one, for as long as `world` is open. Collective.
 
-    Raises:
-        TopologyError: in an elastic job.
+    Raises TopologyError in an elastic job.
     """
     if world.launcher == ELASTIC:
         raise TopologyError(

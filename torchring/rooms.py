@@ -34,11 +34,7 @@ _MODULES: Final = {
 
 
 def room(name: str) -> Any:
-    """The module of the room `name`, imported now if nobody has asked for it before.
-
-    Raises:
-        KeyError: there is no such room.
-    """
+    """The module of the room `name`, imported now if nobody has asked for it before. KeyError if there is none."""
     return importlib.import_module(_MODULES[name])
 
 

@@ -32,11 +32,7 @@ def reading(path: Path) -> BinaryIO:
 
 
 def create(path: Path, mode: int = 0o666) -> int:
-    """A descriptor of a new file in place of an older one. Raises OSError, if `path` is no regular file, too.
-
-    Args:
-        mode: the permissions, as far as umask leaves them.
-    """
+    """A descriptor of a new file in place of an older one. Raises OSError, if `path` is no regular file, too."""
     _check(path)
     path.unlink(missing_ok=True)
     return _new(path, mode)
@@ -47,9 +43,6 @@ def replacing(path: Path, mode: str = "wb", newline: str | None = None) -> Itera
     """A new file, which replaces an older one when the block ends without an error.
 
     Raises OSError, if `path` is no regular file, too.
-
-    Args:
-        mode, newline: as for `open`.
     """
     _check(path)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")

@@ -40,10 +40,8 @@ class BucketWork(Protocol):
     def advance(self, *, waits: bool = False) -> bool:
         """Do this rank's part, if every rank has started this bucket.
 
-        Returns True if the part is done, or proceeds by itself.
-
-        Args:
-            waits: wait until every rank has started it, if the part does not proceed by itself.
+        If the part does not proceed by itself, `waits` until every rank has started it. Returns True if it is done, or
+        proceeds by itself.
         """
 
     def wait(self) -> None:

@@ -45,9 +45,8 @@ class Join:
 class Collectives:
     """One sequence of collectives, in the order in which they are called. Opening a sequence is collective.
 
-    Args:
-        name: name of the sequence; unique in this world, equal on every rank.
-        is_scripts: the script decides when to call them. Ranks that have ended would not call them.
+    Its name is unique in this world, equal on every rank. `is_scripts`: the script decides when to call them; ranks
+    that have ended would not.
     """
 
     def __init__(self, world: World, name: str = "collectives", *, is_scripts: bool = True) -> None:
@@ -154,8 +153,7 @@ class Collectives:
     def all_gather(self, tensor: torch.Tensor, signature: Signature | None = None) -> list[torch.Tensor]:
         """The tensors of all ranks, in rank order. Sizes of dimension 0 may differ.
 
-        Args:
-            signature: names the operation in errors, if the collective is a part of another operation.
+        `signature` names the operation in errors, if the collective is a part of another operation.
         """
         what = "all_gather" if signature is None else signature.operation
         return self.run(what, operations.all_gather, tensor, signature)

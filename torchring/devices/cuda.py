@@ -35,8 +35,7 @@ Backend: TypeAlias = dist.ProcessGroup
 def span(name: str, *values: object) -> AbstractContextManager[Any]:
     """A range for torch.profiler, and for NVTX under torch.autograd.profiler.emit_nvtx. Free unless profiled.
 
-    Args:
-        name: with the values put into it by `str.format`.
+    `str.format` puts the values into its name.
     """
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return cast(AbstractContextManager[Any], torch.profiler.record_function(name.format(*values)))
@@ -157,12 +156,9 @@ class CudaAccelerator:
             return torch.cuda.is_current_stream_capturing()
 
     def fetch(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy in host memory, which holds -1 until the current stream has made the copy. Reading it asks no
-        device.
+        """A copy in host memory, which holds -1 until the current stream has made the copy. Reading it asks no device.
 
-        Args:
-            into: an earlier copy of a tensor of this shape and dtype, which takes the values. It has come, and nobody
-                looks at it any more.
+        `into`, an earlier copy of a tensor of this shape and dtype that has come, takes the values. Nobody looks at it.
         """
         if into is None:
             into = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)

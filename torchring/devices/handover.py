@@ -41,11 +41,7 @@ def describe_handover() -> dict[str, str]:
 
 
 def why_no_handover(ranks: Mapping[int, Mapping[str, str]]) -> str:
-    """The reason why these ranks of one host cannot hand each other memory. "" if they can.
-
-    Args:
-        ranks: `describe_handover()` of each rank.
-    """
+    """The reason why ranks of one host, with their `describe_handover()`, cannot hand each other memory; or ""."""
     first = next(iter(ranks), 0)
     for rank, theirs in ranks.items():
         if theirs["trouble"]:

@@ -26,12 +26,9 @@ _SYMMETRIC: Final = 1  # NCCL_WIN_COLL_SYMMETRIC
 
 
 class RegisteredGroup(LonelyGroup):
-    """A `LonelyGroup` whose memory is registered with NCCL: allocating and releasing are collective.
+    """A `LonelyGroup` whose memory is registered with a connected NCCL: allocating and releasing are collective.
 
     Raises RuntimeError, or OSError, AttributeError, if this NCCL or this build of PyTorch cannot.
-
-    Args:
-        backend: a `ProcessGroupNCCL` that is connected.
     """
 
     is_mapped = True

@@ -277,9 +277,7 @@ def _has_lost_peer(world: World) -> bool:
 def _together(world: World, open_it: Callable[[], _T], problem: str = "", exchange: Exchange | None = None) -> _T:
     """Collective: the result of `open_it`. If it fails on a rank, all ranks raise a TopologyError with the same text.
 
-    Args:
-        problem: begins the text.
-        exchange: how ranks tell each other; by default by the collectives that torchring itself calls.
+    `problem` begins the text. By default, ranks tell each other by the collectives that torchring itself calls.
     """
     text, cause, opened = "", None, list[_T]()
     try:

@@ -36,12 +36,9 @@ _REPORT_SECONDS: Final = 5.0  # that rank 0 may take to print its report, after 
 
 
 def main(arguments: Sequence[str], run: Callable[[Sequence[str], Sequence[str]], int] | None = None) -> int:
-    """Measure as a rank, or start ranks that do.
+    """Measure as a rank, or start ranks that do, by the arguments after "doctor".
 
-    Args:
-        arguments: those after "doctor".
-        run: `torchring run`, which takes the options that are not the doctor's. None in a process that it has started.
-
+    `run` is `torchring run`, which takes the options that are not the doctor's; None in a process that it has started.
     Returns the exit code. Raises SystemExit(2) for a usage error.
     """
     parser = _parser()

@@ -97,14 +97,10 @@ class Response:
 
 
 class Negotiation:
-    """The requests that are waiting for other ranks.
-
-    Args:
-        process_sets: id -> global ranks, ascending; may change between cycles. 0 is the set of all ranks.
-    """
+    """The requests that are waiting for other ranks."""
 
     def __init__(self, process_sets: Mapping[int, Sequence[int]]) -> None:
-        self._process_sets = process_sets
+        self._process_sets = process_sets  # id -> global ranks, ascending; may change between cycles. 0: all ranks.
         self._waiting: dict[tuple[int, str], dict[int, Request]] = {}
         self.joined: list[int] = []  # in the order of joining; those of one cycle by rank
 

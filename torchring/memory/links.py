@@ -95,10 +95,8 @@ def meet(
 ) -> tuple[dict[int, socket.socket], dict[int, str]]:
     """Call the candidates below this rank, and take the calls of those above.
 
-    Returns the open sockets, and a reason for each rank that this rank has called in vain. Raises PeerTimeoutError.
-
-    Args:
-        cards: "address" and "token" of the listener of every rank.
+    The card of every rank has the "address" and "token" of its listener. Returns the open sockets, and a reason for
+    each rank that this rank has called in vain. Raises PeerTimeoutError.
     """
     rank = rendezvous.rank
     uncalled, expected = {r for r in candidates if r < rank}, {r for r in candidates if r > rank}

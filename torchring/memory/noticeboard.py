@@ -30,10 +30,7 @@ def page_bytes(size: int) -> int:
 class Noticeboard:
     """The notices of all ranks of a world, as one rank reads and writes them. From any thread.
 
-    Args:
-        rendezvous: the world's store.
-        ranks: the ranks of this host.
-        pages: a page of shared memory of each, `page_bytes` of uint8.
+    The ranks of this host have a page of shared memory each, `page_bytes` of uint8.
     """
 
     def __init__(self, rendezvous: Rendezvous, ranks: Sequence[int] = (), pages: Sequence[torch.Tensor] = ()) -> None:

@@ -160,8 +160,7 @@ class Repeats:
     def note(self, batch: Batch, find: Callable[[Callable[[Any], str]], str]) -> tuple[int, str]:
         """Returns the mistake that this batch has shown, and its text; or (0, "").
 
-        Args:
-            find: calls a function below with the loader that gave the last batch.
+        `find` calls a function below with the loader that gave the last batch.
         """
         if batch.is_repeated or batch.digest is not None:
             self._recent.append(batch.is_repeated)

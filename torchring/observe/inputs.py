@@ -171,10 +171,7 @@ _watches: weakref.WeakKeyDictionary[torch.nn.Module, ForwardWatch] = weakref.Wea
 class ForwardWatch:
     """Tells those who observe a world of each forward with which a model trains, from `start` on.
 
-    A new watch takes over from an earlier one of the model. A scripted model takes no hooks.
-
-    Args:
-        model: the model that gets the hooks, if there is one.
+    A new watch takes over from an earlier one of the model, which gets hooks, unless it is scripted.
     """
 
     def __init__(self, model: torch.nn.Module | None) -> None:

@@ -264,10 +264,8 @@ def search(
 ) -> tuple[TCPStore | None, list[str]]:
     """Connect to the store that has the token under `key`, at the first address at which it answers.
 
-    A host with several networks has addresses that this process does not reach.
-
-    Returns:
-        The store, None if it has not answered within `seconds`; and the addresses where it does not, with reasons.
+    A host with several networks has addresses that this process does not reach. Returns the store, None if it has not
+    answered within `seconds`; and the addresses where it does not, with reasons.
     """
     tried: list[str] = []
     for _ in tries(seconds):

@@ -52,14 +52,10 @@ def cut_elements(parameters: Mapping[int, torch.Tensor], num_ranks: int) -> list
 def assign_whole(parameters: Mapping[int, torch.Tensor], num_ranks: int, costs: Mapping[int, float]) -> list[Flat]:
     """Give every parameter one owner: the costliest first, each to the rank with the least to do so far.
 
-    Frozen parameters come last, so that they do not disturb the balance of the others.
+    Parameters, and the costs of their steps in any unit, are by index. Frozen parameters come last, so that they do not
+    disturb the balance of the others.
 
     Source: longest processing time first (Graham, 1969).
-
-    Args:
-        parameters: by their indices.
-        num_ranks: number of ranks.
-        costs: of each parameter's step, by index, in any unit.
     """
     loads = [0.0] * num_ranks
     flats = {}

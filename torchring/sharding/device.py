@@ -29,9 +29,8 @@ from torchring.world import World
 class DeviceExchange:
     """See `Exchange`. Opened by all ranks of `world` together.
 
-    Args:
-        all_reduce: reduces the gradients, and carries the parameters in the same way. Where it is "hierarchical", the
-            backend carries them, which knows the network between all ranks.
+    What reduces the gradients carries the parameters in the same way. Where it is "hierarchical", the backend carries
+    them, which knows the network between all ranks.
     """
 
     def __init__(self, world: World, all_reduce: OnStream) -> None:

@@ -243,8 +243,7 @@ class C10dTransport:
 def open_transport(world: World, ranks: Sequence[int] | None = None) -> Transport:
     """Collective in the world: open links of their own over the world's backend, "gloo" or "mpi".
 
-    Args:
-        ranks: the ranks that are connected; by default all. Ranks may be in different groups, each in one.
+    By default, all ranks are connected. Ranks may be in different groups, each in one.
     """
     assert world.rendezvous is not None, "a world of one sends nothing"
     kind = room("mpi").MpiTransport if world.backend == "mpi" else C10dTransport

@@ -72,8 +72,7 @@ def start_elastic(
     Returns 0 if the training has finished and no worker of the last generation failed, otherwise the exit code of the
     first that failed; 1 if the job was given up; 128 + n if signal n ended the job.
 
-    Raises:
-        LaunchError: nothing was started.
+    Raises LaunchError if nothing was started.
     """
     if trouble := why_no_loopback():
         raise LaunchError(trouble)

@@ -34,13 +34,10 @@ _KEPT: Final = 3  # checkpoints, the newest included. Older ones go once the new
 
 
 class CheckpointWriter:
-    """Writes checkpoints into a directory, one at a time, on a thread of its own.
+    """Writes checkpoints into a directory, which it makes, one at a time, on a thread of its own.
 
     Where a checkpoint cannot be written, training goes on. The first failure of each kind is a warning in
     `logging.getLogger("torchring.elastic")`. Several writers may write to the same directory.
-
-    Args:
-        directory: is made if it is not there.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -63,12 +60,10 @@ class CheckpointWriter:
         return self._last is not None and not self._last.done()
 
     def write(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint in the background. Returns at once.
+        """Write a checkpoint, after `step` finished steps, in the background. Returns at once.
 
-        Args:
-            step: number of finished steps.
-            state: belongs to the writer from now on: pass a copy. `torch.load(weights_only=True)` must be able to load
-                it: tensors, numbers, strings, and lists and dicts of them.
+        The state belongs to the writer from now on: pass a copy. `torch.load(weights_only=True)` must be able to load
+        it: tensors, numbers, strings, and lists and dicts of them.
         """
         self._last = self._thread.submit(functools.partial(self._try_to_write, step, state))
 
@@ -83,9 +78,8 @@ class CheckpointWriter:
     def write_now(self, step: int, state: Mapping[str, Any]) -> Path:
         """Write a checkpoint, after those that are to be written. Returns its path.
 
-        Raises:
-            OSError: the disk is full, or the like. The directory is as before.
-            TypeError: the state holds what `torch.load(weights_only=True)` would refuse.
+        Raises OSError if the disk is full, or the like; the directory is as before. Raises TypeError if the state holds
+        what `torch.load(weights_only=True)` would refuse.
         """
         self._last = future = self._thread.submit(functools.partial(self._write, step, state))
         return future.result()
@@ -135,12 +129,9 @@ def copy_of(state: Any) -> Any:
 def newest(directory: str | os.PathLike[str]) -> tuple[int, dict[str, Any]] | None:
     """Load the newest checkpoint that is whole, into host memory. Those that are not are skipped with a warning.
 
-    Returns:
-        The number of finished steps, and the state. None if there is no directory, or no such checkpoint.
-
-    Raises:
-        OSError: the directory cannot be read.
-        ValueError: the newest whole checkpoint cannot be loaded. To begin without it, remove it.
+    Returns the number of finished steps, and the state; None if there is no directory, or no such checkpoint. Raises
+    OSError if the directory cannot be read, ValueError if the newest whole checkpoint cannot be loaded. To begin
+    without it, remove it.
     """
     for step, path in _found(directory):
         try:

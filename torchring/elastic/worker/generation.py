@@ -35,11 +35,7 @@ def open_provisional(
 def open_generation(store: Store, rank: int, size: int) -> World:
     """Make the world of a generation the default world, with the options of init(). Collective.
 
-    Args:
-        store: shared by the ranks of this generation only.
-
-    Raises:
-        RingError: a rank is lost, or does not come.
+    Only the ranks of this generation share the store. Raises RingError if a rank is lost, or does not come.
     """
     before = leave_generation()
     meetings.num_worlds += 1

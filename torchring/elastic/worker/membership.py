@@ -19,9 +19,8 @@ class MembershipChange:
 class MembershipVote(Participant):
     """Agrees with the other ranks that the ranks of this world are to change.
 
-    Args:
-        before_backward: called before each backward, and before `skip()`. May raise what ends the training function.
-        agreed: called on all ranks in the same reduction: the ranks are to change. With the ranks that leave.
+    `before_backward` is called before each backward, and before `skip()`. It may raise what ends the training function.
+    `agreed` is called on all ranks in the same reduction, when the ranks are to change, with the ranks that leave.
     """
 
     fields = ("wants_change", "leaves")

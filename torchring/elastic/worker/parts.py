@@ -30,11 +30,7 @@ class Counters:
 class Parts:
     """The modules, the objects with a state dict, and the values of a State, by name. The values are attributes of it.
 
-    Its own state dict has all but the tensors of modules and optimizers.
-
-    Args:
-        owner: the State.
-        given: what it was given.
+    Its own state dict has all but the tensors of modules and optimizers. `owner` is the State, `given` what it got.
     """
 
     def __init__(self, owner: object, given: Mapping[str, Any]) -> None:
@@ -163,8 +159,7 @@ class Parts:
     def share(self, src: int, *, parameters: bool) -> None:
         """Collective: give all ranks what rank `src` has, but for the state of optimizers with shard=True.
 
-        Args:
-            parameters: with parameters and the state of optimizers. Otherwise ranks have equal ones.
+        Without `parameters`, ranks have equal ones, and equal state of optimizers.
         """
         broadcast_state(self, src)
         for module in self.modules.values():

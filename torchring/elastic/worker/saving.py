@@ -20,11 +20,7 @@ _log = logging.getLogger("torchring.elastic")
 
 
 class Saving:
-    """The checkpoints of a State. Without a folder, nothing is written, and there are none.
-
-    Args:
-        every: number of steps, or time, between two checkpoints.
-    """
+    """The checkpoints of a State, `every` so many steps, or so much time. Without a folder, there are none."""
 
     def __init__(self, parts: Parts, folder: str | Path | None, every: int | timedelta | None) -> None:
         if every is not None and not (timedelta() < every if isinstance(every, timedelta) else every >= 1):
@@ -51,11 +47,7 @@ class Saving:
         return self._writer
 
     def load_newest(self) -> bool:
-        """Become what the newest checkpoint has. Returns False if there is none.
-
-        Raises:
-            ValueError: it is of another model.
-        """
+        """Become what the newest checkpoint has; False if there is none. Raises ValueError: it is of another model."""
         found = None if self.folder is None else newest(self.folder)
         if found is None:
             return False
@@ -99,8 +91,7 @@ class Saving:
     def save_now(self, everything: dict[str, Any] | None = None) -> str:
         """Write a checkpoint, unless the newest has this step. Returns its path; "" on failure.
 
-        Args:
-            everything: as `Parts.everything` has returned it; by default, what it returns now.
+        By default, it is of what `Parts.everything` returns now.
         """
         writer, steps = self._open(), self._parts.counters.steps
         try:

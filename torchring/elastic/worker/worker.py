@@ -240,8 +240,7 @@ _the_worker: Worker | None = None  # of this process
 def worker_of_process() -> Worker | None:
     """This process as a worker, the same object at each call. None if no driver has started this process.
 
-    Raises:
-        TopologyError: the driver's store does not answer.
+    Raises TopologyError if the driver's store does not answer.
     """
     global _the_worker
     if CHOICE in os.environ or INVITATION not in os.environ:

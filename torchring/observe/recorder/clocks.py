@@ -29,14 +29,10 @@ _TIMES: Final = struct.Struct("2q")  # this exchange was sent, the exchange befo
 
 
 def estimate(mine: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> ClockOffset:
-    """How far a clock is ahead of another clock.
+    """How far a clock is ahead of another, by when its host sent a message, and had all messages, in each exchange.
 
     Example: rank 0 sends at 100 and has all messages at 104; a rank whose clock is ahead by 50 sends at 151 and has all
     messages at 153. So the offset is between 47 and 53: 50, with an error of 3 at most.
-
-    Args:
-        mine, theirs: for each exchange, when the host sent a message, and when all messages had arrived, on the clock
-            of that host.
     """
     pairs = list(zip(mine, theirs, strict=True))
     most = min(received - sent for (_, received), (sent, _) in pairs)
@@ -45,11 +41,9 @@ def estimate(mine: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]])
 
 
 def measure(exchange: Callable[[bytes], Sequence[bytes]], *, is_same_host: bool) -> ClockOffset:
-    """Collective: compare this rank's clock with that of rank 0.
+    """Collective: compare this rank's clock with that of rank 0, which is the same on the same host.
 
-    Args:
-        exchange: sends bytes to all ranks, and returns what each rank has sent, in rank order.
-        is_same_host: rank 0 is on this host, so the clock is the same.
+    `exchange` sends bytes to all ranks, and returns what each rank has sent, in rank order.
     """
     mine: list[tuple[int, int]] = []
     theirs: list[tuple[int, int]] = []  # each exchange was sent, the exchange before was received

@@ -49,11 +49,9 @@ class _Step(NamedTuple):
 
 
 class DeviceTimes:
-    """Gives steps the times of a device. For the thread that trains.
+    """Gives steps the times of a device, which computes in its current stream. For the thread that trains.
 
-    Args:
-        device: computes in its current stream.
-        now: time on the host's clock, in nanoseconds.
+    `now` is the time on the host's clock, in nanoseconds.
     """
 
     def __init__(self, device: CudaAccelerator, now: int) -> None:

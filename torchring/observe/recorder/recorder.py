@@ -42,13 +42,9 @@ _MOST_NUMBERS: Final = BUCKET_LENGTH * 8_192  # about the buckets of one step: a
 
 
 class Recorder(Observer):
-    """The last steps of one rank in one world and its groups. For the thread that trains; others may read.
+    """The last steps of one rank in one world and its groups. For the thread that trains; others may read."""
 
-    Args:
-        num_steps: how many steps this rank has made before.
-    """
-
-    def __init__(self, num_steps: int = 0) -> None:
+    def __init__(self, num_steps: int = 0) -> None:  # those that this rank has made before
         # What is recorded
         self.run_info = RunInfo()
         self.parameters: dict[int, tuple[ParameterRecord, ...]] = {}  # by optimizer

@@ -107,11 +107,7 @@ class ReductionRecording(Participant):
 
 
 def describe(world: World, wrapped: Wrapped, layout: BucketLayout | None) -> RunInfo:
-    """Describe this rank, and the optimizer that is wrapped now, without its parameters.
-
-    Args:
-        layout: its buckets; None if it has none.
-    """
+    """Describe this rank, and the optimizer that is wrapped now, without its parameters, with its buckets, if any."""
     devices = {parameter.device for parameter in wrapped.names}
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     found = RunInfo(

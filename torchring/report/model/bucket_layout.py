@@ -92,9 +92,7 @@ def _spec(parameter: ParameterRecord) -> ParameterSpec:
 def layout_with(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
     """The buckets of a job with another bucket size; None if the trace does not tell when gradients are ready.
 
-    Args:
-        sent_bytes: of all buckets, after compression.
-        bucket_mb: in MiB, as the option of `wrap`.
+    `sent_bytes` are those of all buckets, after compression.
     """
     parameters, shares = job.traces[0].run_info.parameters, ready_shares(job)
     dense = [i for i, parameter in enumerate(parameters) if parameter.bucket >= 0]

@@ -137,10 +137,7 @@ def slowest_ms(computing_ms: Array, num_ranks: int, slow_rank: int | None = None
     """Time for which the slowest of `num_ranks` computes in a step, on average.
 
     What all ranks have in common in a step, such as a longer batch, does not make them wait for each other. The rest is
-    drawn for each rank from what was measured.
-
-    Args:
-        slow_rank: of any number of ranks, exactly one is like the one at that position.
+    drawn for each rank from what was measured. With `slow_rank`, of any number of ranks exactly one is like that one.
     """
     num_measured = computing_ms.shape[1]
     mean = float(computing_ms.mean())
@@ -205,14 +202,8 @@ def fit(bucket_bytes: Array, medians: Array, num_ranks: int) -> Network | None:
     """The network of a ring of `num_ranks`.
 
     A line through the medians of buckets, whose slope is the median of the slopes between pairs (Theil 1950, Sen 1968),
-    weighted by how far the sizes of the pair are apart.
-
-    Args:
-        bucket_bytes: [B].
-        medians: [B], milliseconds from when the last rank has launched the bucket until it is reduced.
-
-    Returns:
-        None if nothing was reduced.
+    weighted by how far the sizes of the pair are apart. A median is milliseconds from when the last rank has launched
+    the bucket until it is reduced. None if nothing was reduced.
     """
     if num_ranks < 2:
         return None

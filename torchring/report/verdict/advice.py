@@ -171,10 +171,7 @@ def _about_ranks(analysis: Analysis) -> Iterator[Found]:
 def _longer_ms(analysis: Analysis, times: Array) -> float:
     """Time by which the blamed rank takes longer than the median of the others; 0 if that may be noise.
 
-    Over all steps, also those in which another rank is the slowest.
-
-    Args:
-        times: [S, R] of a part of the step.
+    Over all steps, also those in which another rank is the slowest. `times`: [S, R] of a part of the step.
     """
     blamed = analysis.costs.blamed
     if blamed is None:

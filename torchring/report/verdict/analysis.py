@@ -42,9 +42,8 @@ from torchring.report.words import count
 def analyse(job: Job, given: Network | None = None) -> Analysis:
     """Say what bounds the job, and what would help.
 
-    Args:
-        given: use this network in predictions, in place of the one that the trace shows. If its latency is unknown and
-            the trace is of several hosts, the latency of the trace is used.
+    Predictions use the `given` network in place of the one that the trace shows. If its latency is unknown and the
+    trace is of several hosts, the latency of the trace is used.
     """
     run_info = job.traces[0].run_info
     every_step, critical, num_optimizers = examine(job)

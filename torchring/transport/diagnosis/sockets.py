@@ -61,11 +61,7 @@ class _Link:
 
 
 class Links:
-    """The connections that Gloo has just made to the peers.
-
-    Args:
-        before: `open_sockets()` before Gloo connected.
-    """
+    """The connections that Gloo has just made to the peers: those that were not there `before`, in `open_sockets()`."""
 
     def __init__(self, before: Mapping[int, int]) -> None:
         self._ends: dict[tuple[bytes, bytes], _Link] = {}  # by digests of this end and of the other one
@@ -79,12 +75,7 @@ class Links:
         return b"".join(mine for mine, _ in self._ends)
 
     def match(self, rank: int, ends: Sequence[bytes]) -> None:
-        """Find out which end is connected to which peer.
-
-        Args:
-            rank: this rank.
-            ends: `own_ends` of every rank, in rank order.
-        """
+        """Find out which end is connected to which peer, by the `own_ends` of every rank, in rank order."""
         owners: dict[bytes, set[int]] = {}
         for other, digests in enumerate(ends):
             for start in range(0, len(digests), _DIGEST_BYTES):
