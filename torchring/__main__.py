@@ -7,7 +7,6 @@ from importlib.machinery import PathFinder
 
 
 def main() -> int:
-    """Entry point; returns the exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during an import would print its traceback
     _open_closed_streams()

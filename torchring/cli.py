@@ -29,7 +29,6 @@ _BENCH: Final = Path(__file__).with_name("bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and (known := _COMMANDS.get(arguments[0])):
         return known[0](arguments[1:])

@@ -148,7 +148,6 @@ class Observers(Observer):
             each.connected(describe())
 
     def add(self, listener: Observer) -> None:
-        """`listener` listens from now on."""
         self.listeners.append(listener)
         for each in self._optimizers:
             if (describe := each()) is not None:

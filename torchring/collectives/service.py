@@ -182,11 +182,9 @@ class Collectives:
             raise self.world.note_members(in_step(PlanMismatchError(text, rank=self.world.rank, peers=others)))
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
         self.run("barrier", lambda backend: backend.barrier(_BARRIER))
 
     def any_rank(self, flag: bool) -> bool:
-        """True if `flag` is true on any rank."""
         return bool(self.all_reduce(torch.tensor([int(flag)], device="cpu"), "max"))
 
 

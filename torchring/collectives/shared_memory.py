@@ -176,7 +176,6 @@ class SharedMemoryCollectives:
         return received
 
     def barrier(self, signature: Signature) -> None:
-        """Return when every rank has called it."""
         self._next_half()
         self._meet(signature)
 

@@ -57,7 +57,6 @@ class DeviceWatchdog:
         atexit.register(self._leave)
 
     def started(self) -> None:
-        """A bucket has been started."""
         if self._open_since is None:
             self._open_since = time.monotonic()
         if self._thread is None:
@@ -88,7 +87,6 @@ class DeviceWatchdog:
             return not all(has_come(fetched) for fetched, _ in self._sealed)
 
     def close(self) -> None:
-        """End the thread."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)

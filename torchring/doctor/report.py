@@ -14,8 +14,6 @@ _WIDTH: Final = 110  # of tables
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found."""
-
     level: str  # "ok", "note" (a fact without a verdict), "warning" or "wrong"
     topic: str  # one word
     text: str  # if `level` is bad, also what to do
@@ -56,8 +54,6 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class StoreFacts:
-    """The rendezvous store."""
-
     host: str  # name or address, as the launcher told the ranks
     port: int
     hosted_by: str  # "rank 0" or the launcher

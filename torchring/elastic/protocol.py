@@ -46,7 +46,6 @@ WorkerState = Literal[
 
 
 def card_key(worker: int) -> str:
-    """The key of worker N's `Card`."""
     return f"{_ROOT}/worker/{worker}"
 
 

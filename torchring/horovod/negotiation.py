@@ -43,7 +43,6 @@ class Request(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the values."""
         return sum(dtype_of(dtype).itemsize * math.prod(shape) for dtype, shape in self.tensors)
 
     def argument(self, name: str) -> Any:

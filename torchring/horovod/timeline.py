@@ -72,12 +72,10 @@ class Timeline:
                 self._add(request, "E", args={"tensors": tensors})
 
     def close(self) -> None:
-        """Write no more."""
         with self._lock:
             self._file.close()
 
     def _add(self, request: Request, phase: str, **event: Any) -> None:
-        """Write an event in the row of a request."""
         if (row := self._rows.get(request.name)) is None:
             self._rows[request.name] = row = len(self._rows) + 1
             self._write({"name": "process_name", "ph": "M", "pid": row, "args": {"name": request.name}})

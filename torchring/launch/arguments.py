@@ -26,13 +26,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See argparse."""
         for name, action in [*self._option_string_actions.items()]:
             self._option_string_actions.setdefault(name[:2] + name[2:].replace("-", "_"), action)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print the message to standard error, and exit with 2."""
         what, _, words = message.partition("unrecognized arguments: ")
         if not what:
             names = [name for action in self._actions for name in action.option_strings]

@@ -121,7 +121,6 @@ def warn_of_ignored(options: argparse.Namespace) -> None:
 
 
 def ssh_options_of(port: int | None, identity_file: str | None) -> list[str]:
-    """Arguments for ssh."""
     return ([] if port is None else ["-p", str(port)]) + ([] if identity_file is None else ["-i", identity_file])
 
 

@@ -38,8 +38,6 @@ _SETTLE_SECONDS: Final = 0.02  # for a terminal's driver to pass on what was wri
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Options for the output of the ranks."""
-
     tag: bool = False  # put "[rank] " before each line
     log_dir: str | None = None  # also write the output of rank N to rankN.log (of worker N to workerN.log) there
     is_quiet: bool = False  # show nothing
@@ -113,7 +111,6 @@ class Output:
         return writing
 
     def start(self) -> None:
-        """Start to pass on."""
         self._thread.start()
 
     def close(self) -> None:

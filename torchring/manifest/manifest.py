@@ -18,7 +18,6 @@ _MOST_LETTERS: Final = 600  # of a message, which quotes what the file says
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry point; returns the exit code."""
     parser = Parser(
         prog="torchring manifest",
         description="Write an sbatch script, or objects for Kubernetes, from a short job file. Nothing is submitted.",

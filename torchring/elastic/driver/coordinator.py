@@ -87,7 +87,6 @@ class Coordinator:
         self._slots = {host.name: host.slots for host in hosts}
 
     def note_card(self, number: int, card: Card) -> None:
-        """A worker has set its card."""
         worker = self._workers[number]
         before, worker.card = worker.card, card
         if card.state != before.state:
@@ -101,7 +100,6 @@ class Coordinator:
             worker.moved_at = self._clock
 
     def note_end(self, number: int, code: int) -> None:
-        """A worker's process has ended."""
         worker = self._workers[number]
         is_current = number in self.orders.workers
         is_known = bool(worker.lost) and worker.rank >= 0

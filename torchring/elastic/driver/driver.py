@@ -198,7 +198,6 @@ class Driver:
             self._store.tell(self._coordinator.orders)
 
     def _sleep(self) -> None:
-        """Until the next tick."""
         is_settled = self._coordinator.is_settled and all(
             process.code is None or process.is_noted for process in self._processes.values()
         )
@@ -231,7 +230,6 @@ class Driver:
     # What the coordinator has done
 
     def send(self, worker: int, number: int) -> None:
-        """Send a worker a signal."""
         process = self._processes[worker]
         if self._store is not None:
             self._store.tell(self._coordinator.orders)  # first: the worker is to know why
@@ -241,13 +239,11 @@ class Driver:
                 process.kill_at = time.monotonic() + KILL_SECONDS
 
     def forget(self, worker: int) -> None:
-        """Remove what is known of a worker that has ended."""
         del self._processes[worker]
         if self._store is not None:
             self._store.forget_worker(worker)
 
     def say(self, text: str) -> None:
-        """Tell the user."""
         with contextlib.suppress(OSError):  # nobody reads
             print(f"torchring run: {text}", file=sys.stderr, flush=True)
 

@@ -38,8 +38,6 @@ class Stage(enum.IntEnum):
 
 @dataclass(eq=False)
 class WorkerRecord:
-    """What is known of a worker."""
-
     number: int
     slot: Slot
     started_at: float
@@ -78,7 +76,6 @@ class WorkerRecord:
         return f"{self.name} {self.lost}"
 
     def note_end(self, code: int) -> None:
-        """Its process has ended."""
         self.code = code
         if not self.lost:
             self.lost = f"ended with exit code {code}"

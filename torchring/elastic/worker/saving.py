@@ -37,7 +37,6 @@ class Saving:
         return -1 if step is None else step
 
     def begin(self) -> None:
-        """The interval begins now."""
         self._saved_at = (self._parts.counters.steps, time.monotonic())
 
     def _open(self) -> CheckpointWriter:

@@ -114,7 +114,6 @@ class Worker:
         return world
 
     def leave(self) -> None:
-        """Close the world of this generation."""
         with self._changed:
             self._world = self._flight_recorder = None
         leave_generation()

@@ -194,8 +194,6 @@ class FlightRecorder(Observer):
 
 
 class CurrentWait(NamedTuple):
-    """A wait of this rank."""
-
     key: int  # of the entry; 0 for a wait outside of all entries
     position: int  # of the operation in its sequence
     since: int

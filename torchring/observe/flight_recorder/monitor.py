@@ -87,7 +87,6 @@ class StallMonitor:
             self._thread = PeriodicThread("torchring-stalls", self.tick, self._seconds)
 
     def close(self) -> None:
-        """End the thread."""
         thread, self._thread = self._thread, None
         if self in self._monitors:
             self._monitors.remove(self)

@@ -62,8 +62,6 @@ class PhaseRecord:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of one rank."""
-
     number: int  # how many steps this rank had made before it
     begin: int
     end: int

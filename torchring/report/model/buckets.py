@@ -25,8 +25,6 @@ _MAX_LATE: Final = 10
 
 @dataclass(frozen=True)
 class BucketSummary:
-    """One bucket."""
-
     index: int  # place in the plan; the model's buffers come last
     num_bytes: int  # contributed by one rank, after compression
     names: tuple[str, ...]  # names of parameters; empty if unknown, and for the model's buffers

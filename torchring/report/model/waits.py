@@ -30,8 +30,6 @@ class RankWait:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank."""
-
     rank: int
     host: str
     step: Spread

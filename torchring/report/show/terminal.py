@@ -14,7 +14,6 @@ _WIDTH: Final = 110  # where neither a terminal nor COLUMNS says another
 
 
 def plain(analysis: Analysis) -> str:
-    """The summary as text."""
     lines = [*_wrap(analysis.verdict.sentence), "", *_wrap(facts(analysis))]
     for section in sections(analysis):
         if section.rows or section.sentences:
