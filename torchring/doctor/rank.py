@@ -27,7 +27,6 @@ from torchring.doctor.facts import gather, listening
 from torchring.doctor.report import PathFacts, RankFacts, Report, StoreFacts
 from torchring.errors import RingError
 from torchring.functions import all_reduce, barrier
-from torchring.memory.host import HostGroup
 from torchring.rendezvous.addresses import resolve
 from torchring.rendezvous.environment import LaunchEnvironment
 from torchring.rendezvous.signed import bottom
@@ -95,7 +94,7 @@ def _measure(world: World) -> list[PathFacts]:
             if host is not None and host.size > 1:
                 direct = DirectAllReduce(host)
                 opened.callback(direct.close)
-                transfer = _reducing(host, direct)
+                transfer = _reducing(direct)
             path = _time("shared memory", world.hosts[world.node_rank], transfer)
             found += [path] if world.rank == path.ranks[0] and transfer is not _watch else []
         firsts = [ranks[0] for ranks in world.hosts]
@@ -124,7 +123,7 @@ def _time(kind: str, ranks: Sequence[int], transfer: _Transfer) -> PathFacts:
     return PathFacts(kind, list(ranks), latency * 1e6, num_bytes / seconds / 1e9, num_bytes)
 
 
-def _reducing(host: HostGroup, direct: DirectAllReduce) -> _Transfer:
+def _reducing(direct: DirectAllReduce) -> _Transfer:
     """All-reduces as in training."""
     wires = dict(zip(_SIZES, direct.open_wires([(size // 4, torch.float32) for size in _SIZES]), strict=True))
 
