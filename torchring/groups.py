@@ -119,6 +119,7 @@ def open_world(job: World, members: tuple[int, ...], name: str) -> World:
             backend=job.backend,
             is_one_host=job.shares_memory,
             stall_warning_seconds=job.stall_warning_seconds,
+            store_host=members.index(host) if (host := getattr(rendezvous, "store_host", None)) in members else None,
             outer=job,
             members=members,
         )

@@ -270,6 +270,7 @@ class Rendezvous:
 
     def _call(self, operation: Callable[[], _T]) -> _T:
         host = "the launcher" if self.store_host is None else f"rank {self.store_host}"
+        host += " or a rank outside the group" * (self.store_host is None and bool(self.members))
         peers = () if self.store_host is None else (self.store_host,)
         try:
             return self._store_calls.call(operation, self.timeout_seconds)
