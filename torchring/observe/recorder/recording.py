@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from torchring.gradients.bucket import Bucket
+from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import BucketLayout
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Participant, Reduction
@@ -30,6 +31,7 @@ class ReductionRecording(Participant):
     def __init__(self, recorder: Recorder, reducer: Reducer, number: int) -> None:
         self._recorder = recorder
         self._reducer = reducer
+        self._group = reducer.world.shared(OptimizerGroup)
         self._layout = layout = reducer.layout
         self._number = number  # of the optimizer
         self._noted: tuple[Sequence[Bucket], str] = layout.buckets, layout.reason
@@ -44,7 +46,7 @@ class ReductionRecording(Participant):
     def on_begin(self, current: Reduction) -> None:
         self._note_plan()
         # Few, as writing them down takes time
-        has_arrivals = (2 <= current.number < 6 or current.number % 64 == 63) and not current.is_unordered
+        has_arrivals = (2 <= current.number < 6 or current.number % 64 == 63) and not self._group.are_beside_others
         self._current = current
         self._rows, self._starts, self._since = [], {}, {}
         self._stall_ns = self._packing_ns = self._early_packing_ns = 0
