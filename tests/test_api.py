@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import torchring
 from tests.support.commands import run_python
@@ -41,9 +40,6 @@ def signature_of(name: str, value: Any) -> str:
     """A parameter a line."""
     if isinstance(value, property):
         return f"{name}: property\n"
-    if name == "SyncBatchNorm":  # PyTorch's releases may differ
-        assert inspect.signature(value) == inspect.signature(torch.nn.BatchNorm2d)
-        return f"{name}: as BatchNorm2d\n"
     signature = inspect.signature(value)
     result = (
         "" if signature.return_annotation in (signature.empty, None, "None") else f" -> {signature.return_annotation}"

@@ -190,7 +190,8 @@ class _Crossing:
     """Looks, while this rank waits, whether ranks wait for each other crosswise, each in a group of its own."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous = rendezvous
+        self._rendezvous = copy.copy(rendezvous)
+        self._rendezvous.on_wait = None  # a look is no wait
         self._tell: Callable[[Sequence[int], float], None] = rendezvous.on_wait or (lambda ranks, seconds: None)
         self._look_at = _LOOK_SECONDS
         self._found: list[Any] = []
@@ -203,13 +204,16 @@ class _Crossing:
         self._look_at = seconds + _LOOK_SECONDS
         before, self._found = self._found, self._circle(self._rendezvous.rank, [])
         if self._found and self._found == before:
-            told = ", ".join(f"rank {rank} the group of {ranks_in_words(members)}" for rank, members in self._found)
-            raise TopologyError(
+            told = ", ".join(f"rank {rank} the group of {ranks_in_words(members)}" for rank, members, _ in self._found)
+            error = TopologyError(
                 f"ranks open groups that overlap, in different orders, so that each waits for another: {told}. Open "
                 "groups in one order on all ranks, and give all ranks of a group the same list",
                 rank=self._rendezvous.rank,
-                peers=[rank for rank, _ in self._found],
+                peers=[rank for rank, *_ in self._found],
             )
+            for (*_, name), (awaited, *_) in zip(self._found, self._found[1:] + self._found[:1], strict=True):
+                self._rendezvous.publish(f"{name}/come/{awaited}", encode_error(error))  # who waits there hears of it
+            raise error
 
     def _circle(self, rank: int, path: list[Any]) -> list[Any]:
         """What each rank opens, of those that wait for each other from `rank` back to the first one of `path`."""
@@ -219,7 +223,7 @@ class _Crossing:
             return []
         members, name = json.loads(self._rendezvous.fetch(_opens(rank), rank))
         missing = (other for other in members if not self._rendezvous.is_published(f"{name}/come/{other}"))
-        return next(filter(None, (self._circle(other, [*path, (rank, members)]) for other in missing)), [])
+        return next(filter(None, (self._circle(other, [*path, (rank, members, name)]) for other in missing)), [])
 
 
 def end_together(own: OptimizerGroup, caller: Reducer) -> None:

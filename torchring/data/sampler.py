@@ -325,9 +325,7 @@ class _Draws(Iterator[Any]):
         group = self._sampler._place.group
         sharing = group[0] if group else ranks if size == world.size else range(size if size == world.outer.size else 0)
         if {*ranks} <= {*sharing} and not self._pass.has_equal_shares(map(sharing.index, ranks)):
-            error = GradientError(_UNWEIGHED, rank=world.rank)
-            world.note_members(error)
-            raise error
+            raise world.note_members(GradientError(_UNWEIGHED, rank=world.rank))
 
     def _begin(self) -> None:
         sampler = self._sampler

@@ -68,14 +68,11 @@ class MeanMetric:
         names = sorted({name for each in of_ranks for name in each})
         for name in names:
             if lacking := [r for r, each in enumerate(of_ranks) if each and name not in each]:
-                error = PlanMismatchError(
+                text = (
                     f"{ranks_in_words(lacking)} gave MeanMetric no {name!r}, which other ranks gave; call update() "
-                    "with the same names on all ranks, with weight=0 where there is no value",
-                    rank=world.rank,
-                    peers=lacking,
+                    "with the same names on all ranks, with weight=0 where there is no value"
                 )
-                world.note_members(error)
-                raise error
+                raise world.note_members(PlanMismatchError(text, rank=world.rank, peers=lacking))
         means = {}
         for name in names:
             total, weight = (math.fsum(each[name][i] for each in of_ranks if each) for i in (0, 1))
