@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from torchring.broadcasts import broadcast_bytes, broadcast_together, check_dense, check_writable, is_movable
 from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world, world_of
+from torchring.gradients.validation import parameters_of
 from torchring.gradients.views import local_of, whole_of
 from torchring.participants.digests import digests
 from torchring.rooms import room
@@ -206,6 +208,12 @@ def broadcast_state(stateful: Stateful, src: int = 0, world: World | None = None
     wanted = mine if is_src else {}
     state = together("read", lambda: None if is_src else fill_outline(load_plain(data), "", mine, wanted))
     broadcast_together(collectives, wanted.values(), src)
+    if not is_src and isinstance(stateful, Optimizer):
+        keys = chain.from_iterable(group["params"] for group in state["param_groups"])
+        parameter: Any
+        for key, parameter in zip(keys, parameters_of(stateful), strict=False):
+            if key in state["state"] and parameter is not whole_of(parameter):
+                state["state"][key] = parameter.state_of_whole(state["state"][key])
     together("load", lambda: None if is_src else stateful.load_state_dict(state))
 
 

@@ -79,6 +79,15 @@ class LocalParameter(torch.Tensor):
         """A DTensor that is cut as the parameter is, with `local` on this rank."""
         return DTensor(local, self.whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
+    def state_of_whole(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """An optimizer's state of the DTensor, from that of its part."""
+        shaped = {
+            key: value
+            for key, value in entry.items()
+            if isinstance(value, torch.Tensor) and value.shape == self.shape and key != "step"
+        }
+        return {**entry, **{key: self.as_whole(getattr(v, "_local_tensor", v)) for key, v in shaped.items()}}
+
     def register_post_accumulate_grad_hook(self, hook: Hook) -> torch.utils.hooks.RemovableHandle:
         """As of the DTensor. The gradient that `hook` finds is placed as the parameter is."""
 

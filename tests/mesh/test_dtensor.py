@@ -356,6 +356,14 @@ def _check_checkpoints(mesh: DeviceMesh, folder: str) -> None:
         another.load_state_dict(optimizer.state_dict(all_ranks=True))
         optimizer.close()
         another.close()
+    model = _made(mesh["tp"], False)
+    plain = torch.optim.AdamW(model.parameters(), 0.05)
+    if d == 0:  # the only rank of its group with a state
+        _plainly(model, plain, d)
+    torchring.wrap(plain, model, group=mesh["dp"]).close()
+    mine = torch.cat([plain.state[p]["exp_avg"].to_local().flatten() for p in model.parameters()])
+    first, second = torchring.all_gather(mine[None], group=mesh["dp"])
+    assert torch.equal(first, second)
 
 
 def _check_fully_sharded(mesh: DeviceMesh) -> None:

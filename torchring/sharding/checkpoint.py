@@ -193,11 +193,9 @@ def _local(value: torch.Tensor) -> torch.Tensor:
     return getattr(value, "_local_tensor", value)
 
 
-def as_parameter(parameter: Any, entry: Entry) -> Entry:
+def as_parameter(parameter: Any, entry: Entry) -> Any:
     """The state of a parameter, which is of DTensors if the parameter is one."""
-    if whole_of(parameter) is parameter:
-        return entry
-    return mapped(entry, lambda key, value: value if is_scalar(str(key), value) else parameter.as_whole(value))
+    return entry if whole_of(parameter) is parameter else parameter.state_of_whole(entry)
 
 
 def _fitting(shards: Shards, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Item]]:
