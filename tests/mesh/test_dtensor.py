@@ -186,21 +186,17 @@ def _scaling(model: nn.Module, optimizer: Any, d: int) -> None:
 
 
 _SCRIPTS: list[tuple[Callable[[nn.Module, Any, int], None], dict[str, Any], dict[str, Any]]] = [
-    (_plainly, {"foreach": True}, {}),
-    (_plainly, {"fused": True}, {"bucket_mb": 0}),
-    (_plainly, {}, {"shard": True}),
+    (_plainly, {"foreach": True}, {"bucket_mb": 0}),
     (_clipping, {"foreach": True}, {}),
     (_clipping, {"fused": True}, {"shard": True}),
-    (_zeroing_in_place, {}, {}),
+    (_zeroing_in_place, {}, {"op": "sum"}),
     (_accumulating, {}, {"accumulate": 2}),
-    (_accumulating, {}, {"accumulate": 2, "shard": True}),
     (_weighing, {}, {}),
     (_with_kept_gradients, {}, {}),
     (_synchronizing, {}, {}),
     (_thawing, {}, {}),
     (_copied, {}, {}),
     (_scaling, {}, {"on_nonfinite": "ignore"}),
-    (_plainly, {}, {"op": "sum"}),
 ]
 
 
