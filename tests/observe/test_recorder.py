@@ -31,6 +31,7 @@ from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.recorder.records import ClockOffset, RankTrace, StepRecord
 from torchring.observe.recorder.writer import recorder_of
 from torchring.observer import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Observers, Phase
+from torchring.report.model.merge import load
 
 SIZES = (300, 300, 300)  # 360 kB a layer: copied on arrival
 
@@ -355,6 +356,31 @@ def test_the_trace_knows_all_optimizers(tmp_path: Path) -> None:
     assert [{bucket.optimizer for bucket in step.buckets} for step in trace.steps] == [{0}] * 8 + [{1}] * 4
     assert [(each.optimizer, len(each.ready_ns)) for each in trace.arrivals] == [(0, 6)] * 4 + [(1, 2)] * 2
     assert all(at >= 0 for each in trace.arrivals for at in each.ready_ns)
+
+
+@ranks(4)
+def test_a_rank_has_one_trace_for_all_its_groups(tmp_path: Path, rank: int) -> None:
+    """Each rank trains experts in one group and the rest with all ranks. Parameters have the same names."""
+    pairs, models = [[0, 2], [1, 3]], (nn.Linear(4, 4), nn.Linear(4, 4))
+    with torchring.trace(tmp_path):
+        of_pair = torchring.wrap(torch.optim.SGD(models[0].parameters(), lr=0.0), models[0], group=pairs)
+        of_all = torchring.wrap(torch.optim.SGD(models[1].parameters(), lr=0.0), models[1])
+        for step in range(4):
+            models[1](models[0](torch.full((2, 4), float(4 * step + rank)))).sum().backward()
+            of_pair.step()
+            of_all.step()
+        assert (of_pair.stats().group, of_all.stats().group) == (tuple(pairs[rank % 2]), ())
+        assert torchring.metrics()["torchring_steps_total"] == 8
+    torchring.barrier()
+    trace = read(path_of(tmp_path, rank))
+    assert [step.number for step in trace.steps] == [*range(8)]
+    assert [sorted({bucket.optimizer for bucket in step.buckets}) for step in trace.steps] == [[0, 1], []] * 4
+    assert {number: group["ranks"] for number, group in trace.run_info.groups.items()} == {"0": pairs[rank % 2]}
+    assert [(job.group, job.size, len(job.steps)) for job in load(tmp_path)] == [
+        ((), 4, 8),
+        ((0, 2), 2, 8),
+        ((1, 3), 2, 8),
+    ]
 
 
 def test_clocks() -> None:

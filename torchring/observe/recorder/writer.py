@@ -112,7 +112,7 @@ class WorldRecorder(Recorder):
             self.follow(accelerator)
         reducer: Reducer | None = wrapped.reducer
         layout = None if reducer is None else reducer.layout
-        number = self.number_of(tuple((name, each.numel()) for each, name in wrapped.names.items()))
+        number = self.number_of(wrapped.members, *((name, each.numel()) for each, name in wrapped.names.items()))
         self.run_info = describe(self.world, wrapped, layout)
         self.parameters[number] = parameter_records(wrapped, layout, number)
         if wrapped.members:
