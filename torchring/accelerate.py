@@ -77,6 +77,8 @@ class RingAccelerator(Accelerator):
 
     def _begin(self, wrap_options: Mapping[str, Any] | None) -> None:
         self.wrap_options = dict(wrap_options or {})
+        if self.wrap_options.get("group") is not None:
+            raise ValueError("Accelerate shares batches, and gathers, over all ranks: leave group out of wrap_options")
         self._unreduced: list[torch.nn.Module] | None = None  # what `_find_unreduced` has found
         if self.distributed_type not in _KINDS:
             raise ValueError(f"torchring reduces gradients on the CPU and on CUDA, not with {self.distributed_type}")

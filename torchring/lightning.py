@@ -55,7 +55,7 @@ __all__ = ["RingStrategy"]
 
 _OPTIONS: Final = {
     name for name, each in inspect.signature(torchring.wrap).parameters.items() if each.kind is each.KEYWORD_ONLY
-} - {"accumulate"}
+} - {"accumulate", "group"}
 _OF_LIGHTNING: Final = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 _INSTEAD: Final = {
     **dict.fromkeys(
@@ -65,6 +65,7 @@ _INSTEAD: Final = {
     "accumulate": "use Trainer(accumulate_grad_batches=...)",
     "broadcast_buffers": "use sync_buffers: 'rank0' is what DDP does by default, None is False",
     "bucket_cap_mb": "use bucket_mb",
+    "group": "Lightning shares batches, and logs, over all ranks",
     "ddp_comm_hook": "use compression='bf16' or 'fp16'",
     "timeout": "call torchring.init(timeout_seconds=...) before the Trainer is made",
 }
@@ -175,9 +176,10 @@ class RingStrategy(DDPStrategy):
     has wrapped them by itself. They are closed when the fit ends, so another fit wraps anew.
 
     Args:
-        **options: of `torchring.wrap`, but `accumulate`, in whose place `Trainer(accumulate_grad_batches=...)` stands.
-            Also `accelerator`, `parallel_devices`, `cluster_environment`, `checkpoint_io` and `precision_plugin`, as
-            for any strategy of Lightning's. TypeError for others names the way out.
+        **options: of `torchring.wrap`, but `group`, and `accumulate`, in whose place
+            `Trainer(accumulate_grad_batches=...)` stands. Also `accelerator`, `parallel_devices`,
+            `cluster_environment`, `checkpoint_io` and `precision_plugin`, as for any strategy of Lightning's. TypeError
+            for others names the way out.
     """
 
     strategy_name = "torchring"

@@ -50,7 +50,7 @@ def metrics() -> dict[str, float]:
     those of the phases add up to `torchring_step_seconds`. The first call begins to record, unless the job is traced:
     there are no seconds before the next step, and samples and bytes count from there on. Steps count since `init()`; in
     an elastic job, since ranks have changed. The noise scale is left out as long as it is unknown or not finite, see
-    `Stats`.
+    `Stats`. Optimizers of all groups of ranks count.
 
         torchring_rank  torchring_world_size
         torchring_steps_total  torchring_samples_total  torchring_reduced_bytes_total

@@ -261,6 +261,7 @@ def test_a_mistake_is_an_error(rank: int) -> None:
          "ValueError: Accelerate would share the shares of a torchring.data.Sampler out again"),
         (with_fsdp, "ValueError: fsdp_plugin asks for an engine"),
         (lambda: _accelerator(ring, kwargs_handlers=[hook]), "wrap_options={'compression': 'bf16'}"),
+        (lambda: _accelerator(ring, wrap_options={"group": [[0, 1]]}), "ValueError: Accelerate shares batches"),
         (alone, "GradientError: nobody reduces the gradients of the Sequential"),
         (late, "ValueError: the optimizer of this Sequential was prepared before the model"),
         (both, "belongs to a DistributedDataParallel", "with Accelerate, use torchring.accelerate.RingAccelerator"),

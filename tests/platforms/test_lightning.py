@@ -342,6 +342,7 @@ def test_mistakes(rank: int) -> None:
          "ValueError: FSDPPrecision works with its own strategy only"),
         (lambda: RingStrategy(find_unused_parameters=True),
          "TypeError: RingStrategy does not take find_unused_parameters=True: leave it out"),
+        (lambda: RingStrategy(group=[[0, 1]]), "Lightning shares batches, and logs, over all ranks"),
         (lambda: RingStrategy(compresion="bf16"),
          "TypeError: RingStrategy does not take compresion='bf16': its options are those of torchring.wrap"),
         (lambda: fit(kinds.Regression, RingStrategy(compression="fp8"))(),
