@@ -33,7 +33,7 @@ from torchring.gradients.ledger import is_zero
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction, StepPoint
 from torchring.gradients.validation import parameters_of
-from torchring.gradients.views import local_of
+from torchring.gradients.views import local_of, whole_of
 from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.participants.module_wrappers import MODULE_WRAPPERS, WAY_OUT, explain, living
 from torchring.world import World
@@ -172,7 +172,8 @@ class Ownership(Participant):
             text = (
                 f"the {gone} that was wrapped is not a parameter of the model any more, and {gets} that nobody reduces"
             )
-            if any(local_of(p) is not p or hasattr(p, "_is_flat_param") for p in loose.values()):
+            had_dtensors = any(p is not whole_of(p) for p in self._names)
+            if not had_dtensors and any(local_of(p) is not p or hasattr(p, "_is_flat_param") for p in loose.values()):
                 text += f", as after fully_shard() or FSDP. {WAY_OUT}"
             else:
                 text += (
