@@ -130,15 +130,20 @@ def test_ranks_that_wait_crosswise_name_both_groups(rank: int) -> None:
     torchring.all_reduce(one, group=three)
     if rank < 2:
         torchring.all_reduce(one, group=pairs)
+    error = ""
     with logged() as said:
         if rank < 2:
             with pytest.raises(PeerTimeoutError) as caught:
                 torchring.all_reduce(one, group=pairs if rank == 0 else three)
-            other, (mine, theirs) = 1 - rank, [("0, 1", "0-2"), ("0-2", "0, 1")][rank]
-            for text in (str(caught.value), said[0]):
-                assert "itself has waited" in text
-                assert f"in all_reduce in the group of ranks {theirs}, at" in text
-                assert f"Rank {other} ({other} of its group) and this rank wait for each other" in text
+            error, crossing = (
+                str(caught.value),
+                f"Rank {1 - rank} ({1 - rank} of its group) and this rank wait for each other",
+            )
+            mine, theirs = [("0, 1", "0-2"), ("0-2", "0, 1")][rank]
+            assert "itself has waited" in said[0]
+            assert f"in all_reduce in the group of ranks {theirs}, at" in said[0]
+            assert crossing in said[0]
+            for text in (said[0], error):
                 assert text.endswith(f"(a group of ranks {mine})")
         elif rank == 2:
             _store().timeout_seconds = 3
@@ -148,4 +153,5 @@ def test_ranks_that_wait_crosswise_name_both_groups(rank: int) -> None:
             _store().timeout_seconds = patient(60)
             assert said[0].startswith("rank 2 has waited for")
             assert f" in {what} for rank 3. Rank 3 (pid" in said[0]
-    _store().all_gather("over", b"")
+    errors = _store().all_gather("over", error.encode())
+    assert any(b"wait for each other" in each for each in errors), "of the rank whose time was over first"
