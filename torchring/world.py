@@ -89,7 +89,6 @@ class World:
         members: the ranks of that world in the group, in the order of their ranks here.
 
     Attributes:
-        outer: the world of all ranks: this one, if it is not of a group.
         groups: the worlds of the groups that this rank has opened, by their members. They end with this one.
         host: the ranks that share memory with this rank.
         hosts: all ranks, grouped by shared memory, in order of each group's first rank.
@@ -119,7 +118,7 @@ class World:
         members: Sequence[int] = (),
     ) -> None:
         # Who takes part
-        self.outer = outer or self
+        self._outer = outer  # not this one: that would be a cycle of references
         self.members = tuple(members)
         self.groups: dict[tuple[int, ...], World] = {}
         self.rank = rank
@@ -190,6 +189,11 @@ class World:
         self._cores = set().union(*(cards[peer]["cores"] for peer in self.host.ranks))
         if self.rank == 0:
             rendezvous.publish("open", b"")  # a process that comes later does not belong to the ranks: see `refuse`
+
+    @property
+    def outer(self) -> World:
+        """The world of all ranks: this one, if it is not of a group."""
+        return self._outer or self
 
     @property
     def num_steps(self) -> int:
