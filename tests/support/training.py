@@ -54,7 +54,7 @@ def assert_as_one_process(
     """script(side, *args) gives a list of tensors, None and numbers; returns those of the ranks, in rank order."""
     expected = script(Side(tuple(range(world_size)), False), *args)
     results = run(on_rank, world_size, script, args)
-    _assert_alike(results, expected, tolerance)
+    assert_alike(results, expected, tolerance)
     return results
 
 
@@ -80,10 +80,10 @@ def assert_each_as_one_process(
     for name, (script, *args) in cases.items():
         with subtests.test(name):
             expected = script(Side(tuple(range(world_size)), False), *args)
-            _assert_alike([results[name] for results in per_rank], expected, tolerance)
+            assert_alike([results[name] for results in per_rank], expected, tolerance)
 
 
-def _assert_alike(results: Sequence[Sequence[Any]], expected: Sequence[Any], tolerance: float) -> None:
+def assert_alike(results: Sequence[Sequence[Any]], expected: Sequence[Any], tolerance: float) -> None:
     assert expected
     for result in results:
         assert len(result) == len(expected)

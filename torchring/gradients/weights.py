@@ -166,7 +166,7 @@ class Weights:
         if not self.num_backwards:
             return
         grads = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
-        if not grads:
+        if not grads and (self._left is not None or not self.total):  # else backwards reached experts of others only
             self.reset()
         if self._left is not None and all(map(is_zero, grads)):
             left, version = self._left

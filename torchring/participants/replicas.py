@@ -3,6 +3,7 @@
 Ranks compare a digest of every parameter at the end of a reduction, when
 - somebody wrote to parameters outside `step()`, as autograd's version counters show,
 - not all ranks have stepped equally often (modulo 2),
+- after the first step, as most mistakes are made from the beginning,
 - and every STEPS_BETWEEN_CHECKS reductions, for changes that leave no trace (`p.data`).
 The first two facts are in the message of each reduction. With the digests, ranks compare the
 hyperparameters and step counts of their optimizers: where these differ, the next step would make parameters differ.
@@ -65,6 +66,7 @@ class ReplicaCheck(Participant):
         self._model = None if setup.model is None else weakref.ref(setup.model)  # for errors
         self._current = Reduction(0)  # that is over
         self._due_at = 0  # number of the reduction after which the replicas are compared
+        self._has_stepped = False
         self._num_alarms = 0
         self._are_apart = False  # at the end of the last reduction
         self._watched: list[tuple[torch.nn.Parameter, int]] = []
@@ -97,6 +99,8 @@ class ReplicaCheck(Participant):
         sums, is_due = current.heard.sums, current.number >= self._due_at
         if is_due:
             self._due_at = current.number + STEPS_BETWEEN_CHECKS
+        is_due = is_due or (bool(sums["odd_steps"]) and not self._has_stepped)
+        self._has_stepped = self._has_stepped or bool(sums["odd_steps"])
         if sums["has_ended"]:
             return
         if sums["parameters_changed"] or 0 < sums["odd_steps"] < self._world.size:
@@ -198,7 +202,8 @@ class ReplicaCheck(Participant):
                 )
         return (
             "It was changed outside optimizer.step(), or stepped, on some ranks only, or step() computes something "
-            "else on each rank (random numbers, gradients of its own). After a change on some ranks, call "
+            "else on each rank (random numbers, or gradients that a zero-bubble pipeline or the script has added to "
+            ".grad past backward(): call optimizer.synchronize() before step()). After a change on some ranks, call "
             "torchring.broadcast_parameters(model) on all of them"
         )
 
