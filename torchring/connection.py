@@ -15,7 +15,6 @@ from torchring.accelerators import accelerator_of
 from torchring.collectives.service import collectives_of
 from torchring.default_world import world_of
 from torchring.dynamo import run_eagerly
-from torchring.errors import ranks_in_words
 from torchring.gradients.contract import Setup
 from torchring.gradients.group import OptimizerGroup, check_free
 from torchring.gradients.hooks import make_hook
@@ -54,6 +53,7 @@ class ConnectedOptimizer(OptimizerWrapper):
 
     is_closed = False
     _group: Any = None  # see `wrap`
+    _has_copied = False  # initial values, from rank 0 of the group
 
     def _open(
         self,
@@ -78,7 +78,7 @@ class ConnectedOptimizer(OptimizerWrapper):
             ignored = room("initial state").ignored_tensors(ignore, model, names, world)
             check_free(names, world)
             if world.outer.groups:
-                ignored |= self._left_to_others(names, world)
+                ignored |= room("groups").left_to_others(self, names, world)
             if options.on_nonfinite == "skip" and any(p is not whole_of(p) for p in names):
                 raise ValueError(_SKIPS_A_PART)
             refuse_part_of_state(optimizer)
@@ -99,6 +99,7 @@ class ConnectedOptimizer(OptimizerWrapper):
         sparse = self._find_sparse(optimizer, model)
         self._initialise(optimizer, options, names, sparse, model, ignored)
         self._wrapped_at = time.perf_counter_ns()
+        self._has_copied = sync_initial_state
         if sync_initial_state:
             values = shared if model is not None else {name: p.data for p, name in names.items()}
             room("initial state").copy_from(world, 0, values, optimizer)
@@ -112,27 +113,6 @@ class ConnectedOptimizer(OptimizerWrapper):
         if world.is_provisional:
             self._needs_state = True
             self._connect_with_first_gradient()
-
-    def _left_to_others(self, names: Mapping[torch.nn.Parameter, str], world: World) -> set[torch.Tensor]:
-        """The parameters that optimizers of other groups have: experts may differ between the ranks of this one.
-
-        Raises ValueError if one of these optimizers has copied this one's parameters, too, to ranks of other groups.
-        """
-        found: set[torch.Tensor] = set()
-        ranks = set(world.members or range(world.size))
-        for other in room("module wrappers").living(ConnectedOptimizer):
-            if other is self or other.is_closed or other._group == self._group or not hasattr(other, "_names"):
-                continue
-            found.update(other._names)
-            its_ranks = set(*other._group) if other._group else set(range(world.outer.size))
-            model = None if its_ranks <= ranks else other._model()
-            copied = {id(p) for p in model.parameters() if p not in other._ignored} if model is not None else set()
-            if (name := next((name for p, name in names.items() if hash(p) in copied), None)) is not None:
-                raise ValueError(
-                    f"{name} was copied to {ranks_in_words(its_ranks)} with the rest of the model, by the wrap() of "
-                    "another optimizer. Wrap the optimizer of fewer ranks first, or pass ignore=[...] to that wrap()"
-                )
-        return found
 
     # What torchring.horovod's optimizer overrides, or that of torchring.sharding
 

@@ -13,17 +13,20 @@ import json
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
 from torchring.collectives.service import Join
+from torchring.connection import ConnectedOptimizer
 from torchring.dynamo import run_eagerly
 from torchring.errors import PeerTimeoutError, RingError, TopologyError, decode_error, encode_error, ranks_in_words
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.reducer import Reducer
 from torchring.observe.services import observe
+from torchring.participants import module_wrappers
 from torchring.rendezvous.environment import ELASTIC
 from torchring.rendezvous.rendezvous import Rendezvous, within
 from torchring.world import Group, World
@@ -243,6 +246,38 @@ def end_together(own: OptimizerGroup, caller: Reducer) -> None:
                 for reducer in group.reducers:
                     if (model := reducer.model()) is not None and any(model is other for other in models):
                         reducer.begin_unreached()
-        for group in own.of_this_rank:
-            if reached := [reducer for reducer in group.reducers if reducer.in_backward]:
-                group.end_backward(caller if caller in reached else reached[0], is_alone=True)
+        try:
+            for group in own.of_this_rank:
+                if reached := [reducer for reducer in group.reducers if reducer.in_backward]:
+                    group.end_backward(caller if caller in reached else reached[0], is_alone=True)
+        except BaseException as error:
+            for reducer in (reducer for group in own.of_this_rank for reducer in group.reducers if reducer.in_backward):
+                reducer.abort_backward()
+                if not reducer.world.is_in_step(error):  # the other ranks of its group would wait for this one
+                    reducer.world.break_off("backward()", error)
+            raise
+
+
+def left_to_others(
+    own: ConnectedOptimizer, names: Mapping[torch.nn.Parameter, str], world: World
+) -> set[torch.nn.Parameter]:
+    """The parameters that optimizers of other groups have: experts may differ between the ranks of this one.
+
+    Raises ValueError if one of these optimizers has copied this one's parameters, too, to ranks of other groups.
+    """
+    found: set[torch.nn.Parameter] = set()
+    for other in module_wrappers.living(ConnectedOptimizer):
+        if other is own or other.is_closed or other._group == own._group or not hasattr(other, "_names"):
+            continue
+        found.update(other._names)
+        its_ranks = set(*other._group) if other._group else set(range(world.outer.size))
+        is_within = its_ranks <= set(world.members or range(world.size))
+        model = other._model() if other._has_copied and not is_within else None
+        copied = {id(p) for p in model.parameters() if p not in other._ignored} if model is not None else set()
+        if (name := next((name for p, name in names.items() if hash(p) in copied), None)) is not None:
+            raise ValueError(
+                f"{name} was copied to {ranks_in_words(its_ranks)} with the rest of the model, by the wrap() of "
+                "another optimizer. Pass ignore=[...] to that wrap(), with what belongs to others; or wrap the "
+                "optimizer of fewer ranks first"
+            )
+    return found

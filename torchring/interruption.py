@@ -56,7 +56,7 @@ class InterruptionGuard:
             return result
         except BaseException as error:
             self._world.note_members(error)
-            if getattr(error, "in_step", False):
+            if self._world.is_in_step(error):
                 self._end(thread, what)
             else:
                 self._world.break_off(what, error)

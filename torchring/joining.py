@@ -95,7 +95,7 @@ def join(*objects: Any) -> Iterator[None]:
             joined.is_open = True
         yield
     except BaseException as error:
-        if not getattr(error, "in_step", False):
+        if not world.is_in_step(error):
             world.break_off("torchring.join()", error)
         raise
     finally:

@@ -24,7 +24,7 @@ from torchring.collectives.service import Join, internal_collectives_of
 from torchring.connection import ConnectedOptimizer, no_model
 from torchring.default_world import members_of
 from torchring.dynamo import run_eagerly
-from torchring.errors import GradientError
+from torchring.errors import GradientError, RingError
 from torchring.gradients.contract import Stats
 from torchring.gradients.group import OptimizerGroup, check_free
 from torchring.gradients.layout import Options, SyncBuffers
@@ -192,23 +192,27 @@ class DistributedOptimizer(ConnectedOptimizer):
         """
         closure = self._prepare_step(closure)
         sync = self._live_sync()
-        sync.before_step()
-        if closure is not None:
-            sync.world.shared(Join).refuse("step(closure)")
-            if not self._only_creates_state():
-                if self._options.on_nonfinite == "skip":
-                    raise ValueError(_TAKES_NO_CLOSURE)
-                sync.world.refuse_provisional("step()")
-            closure = functools.partial(self._evaluate, closure, sync)
-        elif not self._only_creates_state() and not self._check_before_step(sync):
-            return None
-        self._has_stepped = True
-        self._is_stepping = True
         try:
+            sync.before_step()
+            if closure is not None:
+                sync.world.shared(Join).refuse("step(closure)")
+                if not self._only_creates_state():
+                    if self._options.on_nonfinite == "skip":
+                        raise ValueError(_TAKES_NO_CLOSURE)
+                    sync.world.refuse_provisional("step()")
+                closure = functools.partial(self._evaluate, closure, sync)
+            elif not self._only_creates_state() and not self._check_before_step(sync):
+                return None
+            self._has_stepped = True
+            self._is_stepping = True
             result = self._step_wrapped(closure, *args, **kwargs)
+            self._is_stepping = False
+            sync.has_stepped()
+        except RingError as error:
+            sync.world.note_members(error)
+            raise
         finally:
             self._is_stepping = False
-        sync.has_stepped()
         self._forward_watch.start()
         return result
 
@@ -479,9 +483,12 @@ class DistributedOptimizer(ConnectedOptimizer):
 
     def _check_before_step(self, sync: Reducer | LocalSync) -> bool:
         """Raise GradientError rather than train on something that is known to be wrong. Returns whether to step."""
-        with sync.world.noting_members():
+        try:
             sync.check_backward()
             return sync.check_gradients()
+        except RingError as error:  # also of a step of the wrapped optimizer itself
+            sync.world.note_members(error)
+            raise
 
 
 # What rooms ask of an optimizer

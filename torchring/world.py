@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -277,14 +277,11 @@ class World:
             error.members = self.members
         return error
 
-    @contextlib.contextmanager
-    def noting_members(self) -> Iterator[None]:
-        """Inside, errors are about ranks of this world."""
-        try:
-            yield
-        except RingError as error:
-            self.note_members(error)
-            raise
+    def is_in_step(self, error: BaseException) -> bool:
+        """Whether all ranks of this world raise `error`, or one like it, at this point (`errors.in_step`)."""
+        members = getattr(error, "members", None)
+        is_of_all = not members or (bool(self.members) and {*self.members} <= {*members})
+        return getattr(error, "in_step", False) and is_of_all
 
     def warn(self, text: str) -> None:
         """Log a warning about ranks of this world."""
@@ -296,6 +293,8 @@ class World:
             reason = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
             text = with_way_out(f"{what} was interrupted by {reason}, so ranks are out of step")
             cause = RingError(text, rank=self.rank, peers=(self.rank,))
+        elif cause.members not in (None, self.members):  # whose ranks are others
+            cause = type(cause)(str(cause), rank=self.rank, peers=(self.rank,))
         try:
             if isinstance(cause, PeerTimeoutError) and not cause.explanation:
                 cause.explanation = self.observer.explain(cause.peers)

@@ -155,7 +155,8 @@ class OptimizerGroup:
 
         Breaks the world, where that other thread may be waiting. A device runs all hooks in one thread.
         """
-        if not any(reducer.in_backward and reducer.thread not in (0, thread) for reducer in self.reducers):
+        reducers = [reducer for group in self.of_this_rank for reducer in group.reducers]
+        if not any(reducer.in_backward and reducer.thread not in (0, thread) for reducer in reducers):
             return
         error = GradientError(
             "two threads run backward() at the same time, each with an optimizer of its own; ranks could not tell the "
@@ -292,5 +293,6 @@ def check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
     """Raise ValueError if another optimizer or a module wrapper reduces one of the parameters."""
     for owner in (owner for group in world.outer.shared(_all_groups) for owner in group.owners_of(names)):
         taken = next(name for p, name in names.items() if any(p is other for other in owner.parameters))
-        raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")
+        gone = " (which the script has dropped, but not closed)" if owner.owner() is None else ""
+        raise ValueError(f"{taken} belongs to another DistributedOptimizer{gone}; call close() on that one first")
     room("module wrappers").check(names, world)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchring.collectives.service import Join, internal_collectives_of
-from torchring.errors import GradientError, in_step
+from torchring.errors import GradientError, RingError, in_step
 from torchring.gradients.contract import Setup, Stats, stats_of
 from torchring.gradients.hooks import BackwardWatch, attach_hooks, is_compiled_backward
 from torchring.gradients.ledger import is_zero
-from torchring.gradients.reduction import Participant, StepPoint, overridden
+from torchring.gradients.reduction import Participant, overridden
 from torchring.gradients.reductions import Reductions, newly_trainable
 from torchring.gradients.validation import refuse_backward, refuse_non_finite, refuse_thawed, refuse_unsettled
 from torchring.gradients.weights import FP16, ON_RESULTS, ZEROS_OF_SKIP, unequal_shares
@@ -125,26 +125,25 @@ class Reducer(Reductions):
 
     def begin_backward(self) -> None:
         """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one."""
-        self._enter_backward()
+        try:
+            self._enter_backward()
+        except RingError as error:
+            self.world.note_members(error)
+            raise
         self.watch.arm()
 
     def _enter_backward(self) -> None:
         if not self.in_backward:
-            self._tell_backward()
+            for before_backward in self._before_backward:
+                before_backward()
             if self.weights.next is None and not self._is_sum:
-                with self.world.noting_members():
-                    for iteration in list(unequal_shares):
-                        iteration.refuse_unweighed(self.world)
+                for iteration in list(unequal_shares):
+                    iteration.refuse_unweighed(self.world)
             self.enter(BACKWARD)
-            if self._group.are_several and self.specs[0].device.type == "cpu":
+            if self._group.are_beside_others and self.specs[0].device.type == "cpu":
                 self._group.refuse_other_thread(thread := threading.get_ident())
                 self.thread = thread
             self._begin(reduces=self._next_reduces())
-
-    def _tell_backward(self) -> None:
-        with self.world.noting_members():
-            for before_backward in self._before_backward:
-                before_backward()
 
     def launch_own(self) -> None:
         """A backward is over on this rank: launch what needs no other rank, before ranks agree what it has reached."""
@@ -240,13 +239,15 @@ class Reducer(Reductions):
     def begin_unreached(self) -> None:
         """A backward of the model is over, and has reached its optimizers of other groups of ranks only."""
         if self._group.is_skipping:
-            self._tell_backward()
-            self.weights.leave_out()
-            self._begin(reduces=self._skip_reduces())
+            self._begin(reduces=self._leave_out())
         else:
             self._enter_backward()
 
-    def _skip_reduces(self) -> bool:
+    def _leave_out(self) -> bool:
+        """This rank has no backward where others have one. Returns whether that one reduces."""
+        for before_backward in self._before_backward:
+            before_backward()
+        self.weights.leave_out()
         return self.no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate
 
     def skip(self) -> None:
@@ -259,9 +260,7 @@ class Reducer(Reductions):
                 "reached these parameters, too. Call skip() once for each backward() that this rank leaves out, on the "
                 "same optimizer if there are several"
             )
-        self._tell_backward()
-        self.weights.leave_out()
-        self._take_part(reduces=self._skip_reduces(), skipper=self)
+        self._take_part(reduces=self._leave_out(), skipper=self)
 
     def _take_part(self, *, reduces: bool, skipper: Reducer | None = None) -> None:
         """Collective: what a backward would do, with what is local already, or nothing."""
@@ -308,26 +307,25 @@ class Reducer(Reductions):
     def before_step(self) -> None:
         """The optimizer is about to write to the parameters."""
         self.enter(OPTIMIZER)
-        self._tell_step("before")
+        for on_step in self._on_step:
+            on_step("before")
         self._group.skipped.clear()
-
-    def _tell_step(self, when: StepPoint) -> None:
-        with self.world.noting_members():
-            for on_step in self._on_step:
-                on_step(when)
 
     def agree_on_step(self) -> None:
         """All ranks make this step, or all leave it out. May be called several times in a step."""
-        self._tell_step("agreed")
+        for on_step in self._on_step:
+            on_step("agreed")
 
     def accept_parameters(self) -> None:
         """The parameters are as the optimizer has left them: its step is about to evaluate a closure."""
         self.enter(INPUT)
-        self._tell_step("after")
+        for on_step in self._on_step:
+            on_step("after")
 
     def has_stepped(self) -> None:
         """The optimizer has made a step."""
-        self._tell_step("after")
+        for on_step in self._on_step:
+            on_step("after")
         self.agree_on_step()
         self.num_steps += 1
         self._end_step()

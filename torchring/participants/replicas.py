@@ -47,6 +47,11 @@ _SAME_LOSS: Final = (
     "A scheduler that decides by a loss, such as ReduceLROnPlateau, must be given the same loss on all ranks: "
     "scheduler.step(torchring.all_reduce(loss))"
 )
+_OTHER_STEPS: Final = (
+    "{} reduces gradients of an earlier step than others of its group. A backward() of theirs has not reached the "
+    "parameters of this optimizer, so they have gone on without it. Pass the model to torchring.wrap() of each of its "
+    "optimizers, which then take part in all of its backwards; or run equally many on all ranks"
+)
 _SAME_STATE: Final = (
     "After wrap(), load a checkpoint on all ranks; or load it on rank 0, and call "
     "torchring.broadcast_optimizer_state(optimizer) on all ranks"
@@ -56,7 +61,7 @@ _SAME_STATE: Final = (
 class ReplicaCheck(Participant):
     """Watches the parameters of one optimizer. Refers to the optimizer and the model weakly."""
 
-    fields = ("odd_steps", "parameters_changed")
+    fields = ("steps", "parameters_changed")
 
     def __init__(self, reducer: Reducer, setup: Setup) -> None:
         self._world = setup.world
@@ -84,8 +89,15 @@ class ReplicaCheck(Participant):
         self._watched = [(p, p._version) for p in list(self._names)[::distance]]
 
     def on_begin(self, current: Reduction) -> None:
-        current.mine["odd_steps"] = current.step % 2
+        current.mine["steps"] = current.step
         current.mine["parameters_changed"] = self.has_changed()
+
+    def on_message(self, current: Reduction) -> None:
+        """Raise GradientError if ranks of a group are in different steps: a backward has not reached it on some rank."""
+        steps = current.heard.by_rank["steps"]
+        if self._world.members and len({*steps}) > 1 and not current.heard.sums["has_ended"]:
+            late = [rank for rank, number in enumerate(steps) if number == min(steps)]
+            raise in_step(GradientError(_OTHER_STEPS.format(ranks_in_words(late)), rank=self._world.rank, peers=late))
 
     def on_reduced(self, current: Reduction) -> None:
         """Compare the replicas if something may have changed, or if it is time to. Collective then.
@@ -103,7 +115,7 @@ class ReplicaCheck(Participant):
         self._has_stepped = self._has_stepped or bool(sums["odd_steps"])
         if sums["has_ended"]:
             return
-        if sums["parameters_changed"] or 0 < sums["odd_steps"] < self._world.size:
+        if sums["parameters_changed"] or len({*current.heard.by_rank["steps"]}) > 1:
             self._num_alarms += 1
             is_due = is_due or self._num_alarms & (self._num_alarms - 1) == 0
             self._changed = False

@@ -186,7 +186,7 @@ class Shards:
             yield
         except BaseException as error:
             self.world.note_members(error)
-            if not getattr(error, "in_step", False):
+            if not self.world.is_in_step(error):
                 self.world.break_off(what, error)
             raise
         finally:
