@@ -93,7 +93,7 @@ class ReplicaCheck(Participant):
         current.mine["parameters_changed"] = self.has_changed()
 
     def on_message(self, current: Reduction) -> None:
-        """Raise GradientError if ranks of a group are in different steps: a backward has not reached it on some rank."""
+        """Raise GradientError if ranks of a group are in different steps: a backward has missed it on some rank."""
         steps = current.heard.by_rank["steps"]
         if self._world.members and len({*steps}) > 1 and not current.heard.sums["has_ended"]:
             late = [rank for rank, number in enumerate(steps) if number == min(steps)]
