@@ -271,7 +271,7 @@ def left_to_others(
             continue
         found.update(other._names)
         its_ranks = set(*other._group) if other._group else set(range(world.outer.size))
-        is_within = its_ranks <= set(world.members or range(world.size))
+        is_within = its_ranks <= {*world.ranks}
         model = other._model() if other._has_copied and not is_within else None
         copied = {id(p) for p in model.parameters() if p not in other._ignored} if model is not None else set()
         if (name := next((name for p, name in names.items() if hash(p) in copied), None)) is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -28,12 +28,6 @@ from torchring.initial_state import (
 )
 from torchring.optimizer import DistributedOptimizer, names_of, others_of, sync_of
 from torchring.world import World
-
-_SEVERAL_GROUPS: Final = (
-    "torchring.join() takes the optimizers of one group of ranks, and this rank has optimizers of several groups, "
-    "where others would wait for a rank that has ended: give all ranks equally many batches, and call "
-    "optimizer.skip() where the data has ended"
-)
 
 
 @contextmanager
@@ -74,7 +68,7 @@ def join(*objects: Any) -> Iterator[None]:
     world = world_of(optimizers[0]._group if optimizers else None)
     problem = _problem_with(objects, world)
     if world.size == 1:
-        if problem is not None:
+        if (problem := problem or _missing(objects, world)) is not None:
             raise problem
         yield
         for optimizer in optimizers:
@@ -139,8 +133,6 @@ def _problem_with(objects: Sequence[Any], world: World) -> Exception | None:
         for each in objects:
             if isinstance(each, DistributedOptimizer):
                 _check_joinable(each)
-                if sync_of(each).world is not world:
-                    raise ValueError(_SEVERAL_GROUPS)
             elif not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise TypeError(f"torchring.join() takes objects with state_dict(), got {type(each).__name__}")
             elif not isinstance(each, torch.nn.Module):
@@ -164,7 +156,11 @@ def _check_joinable(optimizer: DistributedOptimizer) -> None:
 def _missing(objects: Sequence[Any], world: World) -> Exception | None:
     group = world.shared(OptimizerGroup)
     if any(other is not group and other.owners() for other in group.of_this_rank):
-        return ValueError(_SEVERAL_GROUPS)
+        return ValueError(
+            "torchring.join() takes the optimizers of one group of ranks, and this rank has optimizers of several "
+            "groups, where others would wait for a rank that has ended: give all ranks equally many batches, and call "
+            "optimizer.skip() where the data has ended"
+        )
     missing = [owner for owner in group.owners() if not any(owner is each for each in objects)]
     if not missing:
         return None
@@ -176,8 +172,7 @@ def _missing(objects: Sequence[Any], world: World) -> Exception | None:
 
 def _joins_of(world: World) -> list[Join]:
     """Those of all worlds of this rank that have other ranks of `world`, too, which may have ended."""
-    ranks = {*world.members} or {*range(world.size)}
-    groups = [group for members, group in world.outer.groups.items() if len(ranks.intersection(members)) > 1]
+    groups = [group for members, group in world.outer.groups.items() if len({*world.ranks}.intersection(members)) > 1]
     return [each.shared(Join) for each in (world.outer, *groups)]
 
 

@@ -145,7 +145,7 @@ def check(names: Mapping[torch.nn.Parameter, str], world: World, way_out: str) -
 
 def common_dimensions(local: LocalParameter, name: str, world: World, way_out: str = "") -> frozenset[int]:
     """The dimensions of its mesh in which ranks of `world` differ. Raises ValueError as `check` does."""
-    mesh, placements, members = local.whole.device_mesh, local.whole.placements, world.members or range(world.size)
+    mesh, placements, members = local.whole.device_mesh, local.whole.placements, world.ranks
     if (own := mesh.get_coordinate()) is None:
         raise ValueError(
             f"{name} is a DTensor on {mesh}, without rank {members[world.rank]}; give it a mesh that has it"

@@ -196,6 +196,11 @@ class World:
         return self._outer or self
 
     @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks of the job in this world, in the order of their ranks here."""
+        return self.members or range(self.size)
+
+    @property
     def num_steps(self) -> int:
         """How many steps this rank has made, with all optimizers of this world and of its groups."""
         return sum(world.observer.num_steps for world in (self, *self.groups.values()))

@@ -97,7 +97,7 @@ def check(dataset: Sized, sampler: Iterable[Any], *, group: Group | None = None)
     missing, repeated, shared = (
         is_such.nonzero().flatten() for is_such in (num_times == 0, num_times > 1, num_ranks > 1)
     )
-    drawn = dict(zip(world.members or range(world.size), ranks, strict=True))
+    drawn = dict(zip(world.ranks, ranks, strict=True))
     some_shared = [(n, tuple(r for r, theirs in drawn.items() if (theirs == n).any())) for n in _some(shared)]
     counts = [len(each) for each in ranks]
     coverage = Coverage(

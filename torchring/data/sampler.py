@@ -321,7 +321,7 @@ class _Draws(Iterator[Any]):
         """A backward of `world` begins without a weight. Raise GradientError if its ranks have unequal shares here."""
         if self._pass is None:
             return
-        ranks, size = world.members or range(world.size), self._pass.size
+        ranks, size = world.ranks, self._pass.size
         group = self._sampler._place.group
         sharing = group[0] if group else ranks if size == world.size else range(size if size == world.outer.size else 0)
         if {*ranks} <= {*sharing} and not self._pass.has_equal_shares(map(sharing.index, ranks)):

@@ -96,18 +96,14 @@ class MpiTransport:
         self._mpi = mpi
         self.mpi_error: type[Exception] = mpi.Exception
         with _lock:
-            if rendezvous.members:  # whose other ranks MPI must not wait for
-                members = [rendezvous.members[each] for each in self.ranks]
-                self._communicator = parent.Create_group(parent.Get_group().Incl(members))
-            else:
+            if is_whole := len(self.ranks) == parent.size:
                 self._communicator, opening = parent.Idup()
-        if not rendezvous.members:
+            else:  # collective over these ranks alone
+                of_parent = rendezvous.members or range(rendezvous.size)
+                ranks = [of_parent[rank] for rank in self.ranks]
+                self._communicator = parent.Create_group(parent.Get_group().Incl(ranks))
+        if is_whole:
             MpiTransfer(self, opening, torch.empty(0, device="cpu")).wait()
-        if not rendezvous.members and self.ranks != tuple(range(rendezvous.size)):
-            with _lock:
-                whole = self._communicator
-                self._communicator = whole.Create_group(whole.Get_group().Incl(self.ranks))
-                whole.Free()
         self._communicator.Set_errhandler(mpi.ERRORS_RETURN)
         _open.add(self)
 
