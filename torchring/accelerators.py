@@ -3,8 +3,6 @@
 A CPU is no accelerator: its work is done when a call returns. `ACCELERATORS` lists the device types that are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final
 

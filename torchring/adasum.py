@@ -18,8 +18,6 @@ shorter than 1e-6 of what was combined: fp64 knows nothing of its direction.
 Example: adasum([1, 0], [1, 0]) = [1, 0]; adasum([1, 0], [0, 1]) = [1, 1].
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

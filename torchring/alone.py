@@ -3,8 +3,6 @@
 This module is imported with torchring if torch was imported before, and otherwise when the script ends.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Final

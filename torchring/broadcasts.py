@@ -1,7 +1,5 @@
 """Broadcasts of many tensors at once, and of bytes; and which tensors a script may pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Final

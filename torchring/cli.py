@@ -2,8 +2,6 @@
 host offers, `torchring report` says what bounds a job that was traced, `torchring manifest` writes what starts a job
 on a cluster, `torchring bench` runs one of the benchmarks that are installed with the package."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -4,8 +4,6 @@ Dynamo breaks the graph at backward(), and then compiles every Python function t
 are such functions. They ask for addresses and wait for other ranks, and cannot be compiled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 

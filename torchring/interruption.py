@@ -7,8 +7,6 @@ tells its peers at once. All ranks raise an error that names this rank, until th
 `torchring.init()`.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeVar

@@ -5,8 +5,6 @@ conda-forge, and those of uv until 2026, were built against glibc 2.17, which de
 every machine that they run on. The system calls are there all the same.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

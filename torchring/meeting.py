@@ -1,8 +1,6 @@
 """Opens the world that the launcher, or the script's process group, describes: the side of `default_world.py` that
 knows launchers."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import os

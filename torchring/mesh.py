@@ -6,8 +6,6 @@ the wire buffer. How the other dimensions of the mesh cut the parameter does not
 reduce together hold the same part.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast

@@ -4,8 +4,6 @@ The core calls `World.observer`, which passes each event on to those who listen 
 event is a call of an empty loop, or not even that. See `torchring.observe`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence

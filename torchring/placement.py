@@ -13,8 +13,6 @@ Ranks of a host decide alike, because each reads the same facts: the cores that 
     1 rank                           0-7                        0-3
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -4,8 +4,6 @@
 missing: gradients do not live in wire buffers there, and `shard=True` is an error.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import pkgutil
 import re

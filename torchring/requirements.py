@@ -1,7 +1,5 @@
 """What has to be installed: for all of torchring, and for its parts that work within a framework."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Final
 

@@ -5,8 +5,6 @@ the core has to reach a room, because a script has asked for the feature, it ask
 imported when it is first asked for. To remove a feature, delete its room and its line here.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final

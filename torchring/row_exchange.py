@@ -1,7 +1,5 @@
 """Collectives that deal out the rows of a tensor, for scripts and for `torchring.horovod`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

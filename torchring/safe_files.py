@@ -4,8 +4,6 @@ A new file gets a random name and replaces an older one whole, or it is made aft
 or a FIFO with the name of a file can neither redirect what is written, nor stop who opens it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

@@ -3,8 +3,6 @@
 Unlike the threads of concurrent.futures, they never hold up interpreter exit: they may wait for a peer that is gone.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

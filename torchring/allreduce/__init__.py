@@ -1,7 +1,5 @@
 """Reduces full buckets: schedules (pure functions), and the all-reduces that follow them."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any, NoReturn

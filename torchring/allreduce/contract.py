@@ -1,7 +1,5 @@
 """The contract between a bucket and the all-reduce that reduces it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 

@@ -10,8 +10,6 @@ Gloo's all-reduce is a ring: each link carries 2(N-1)/N of the buffer. 16-bit va
 error of an element is at most (N-1) u sum|x| with u the unit roundoff of the wire dtype.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 See `devices/opening.py` for gradients on GPUs.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch

@@ -3,8 +3,6 @@
 Rank r sums slice r of all buffers, in blocks that fit a cache. The record says which bucket it is.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import deque

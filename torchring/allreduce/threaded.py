@@ -1,7 +1,5 @@
 """Buckets that are reduced on a thread, while backward goes on."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future

@@ -3,8 +3,6 @@
 With backend="mpi", too: MPI moves only the gradients that `wrap` reduces.
 """
 
-from __future__ import annotations
-
 import struct
 from array import array
 from collections.abc import Callable, Sequence

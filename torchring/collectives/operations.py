@@ -1,7 +1,5 @@
 """Collectives on tensors of any device, shape and strides. A `Backend` moves their bytes between ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeAlias
 

@@ -1,7 +1,5 @@
 """Sequences of collectives of a world, each in the order of its calls, blocking or not."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future

@@ -16,8 +16,6 @@ when a second barrier says that they are there:
 Two ranks, and any number of ranks with a small tensor, add up the whole chunk each. That saves the second barrier.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Signatures of collectives, and descriptions of plans, which ranks compare before they exchange bytes."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import zlib

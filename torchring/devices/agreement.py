@@ -9,8 +9,6 @@ that far: in a later reduction. Times take events, each of which costs the host 
 dated.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

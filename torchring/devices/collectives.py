@@ -8,8 +8,6 @@ together is an error, and never a device that waits for ever. A watchdog ends wh
       collectives                          [follow] 16 bits to fp32, NCCL, back
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ do not reach each other's memory, torch.distributed's backend (NCCL) moves the b
 `hierarchical` its all-reduce in every column, between the two halves of direct on every host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Sequence

@@ -9,8 +9,6 @@ With GPUs that exchange fabric handles (GB200) newer releases of PyTorch need no
 these conditions here.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Final

@@ -7,8 +7,6 @@ kernels that wait for a dead rank are about to use it, and only then tells them 
 calls NCCL. What is said here of NCCL was read in the sources of 2.28.9, 2.29.7 and 2.30.7.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import weakref

@@ -3,8 +3,6 @@
 See `allreduce/select.py` for gradients on the CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import statistics

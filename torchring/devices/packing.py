@@ -15,8 +15,6 @@ there, or autograd has called `record_stream` for that stream (torch/csrc/autogr
 allocator itself waits for what is now in that stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final

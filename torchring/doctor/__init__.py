@@ -12,8 +12,6 @@ The JSON object has the attributes of `report.Report`, a "verdict" ("ok", "warni
 lines of the text report, each with level, topic and text.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import json

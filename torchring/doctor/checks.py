@@ -1,7 +1,5 @@
 """What the facts mean: pure functions from a `Report` to findings, so that tests can invent the facts."""
 
-from __future__ import annotations
-
 import functools
 import ipaddress
 import math

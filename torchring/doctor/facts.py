@@ -1,7 +1,5 @@
 """What a rank can find out alone: versions, cores, GPUs, network interfaces. Linux."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

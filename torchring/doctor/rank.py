@@ -3,8 +3,6 @@
 Every rank has the whole report. A rank that fails, dies or hangs on the way is in the error that the others get.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

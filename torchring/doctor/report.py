@@ -1,7 +1,5 @@
 """What `torchring doctor` knows, as plain data, and how it is printed."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`torchring doctor --gpu`: a model trains on the GPUs of these ranks, by each all-reduce, as it does on one."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Sequence

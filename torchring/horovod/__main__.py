@@ -4,8 +4,6 @@ python -m torchring.horovod script.py arguments...
 python -m torchring.horovod -m module arguments...
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -13,8 +13,6 @@ process of the job installs the aliases as it starts, child processes included, 
 sitecustomize.py in that folder runs this file, which therefore imports neither torch nor torchring.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Bells, by which a rank that begins a negotiation cycle wakes the threads of the others. Idle processes sleep."""
 
-from __future__ import annotations
-
 import contextlib
 from datetime import timedelta
 from typing import Final

@@ -1,7 +1,5 @@
 """Which parts of the library there are; and `horovod.common.util`, where Horovod's launchers ask for them."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -14,8 +14,6 @@ nothing is sent yet.
 `help()` shows each form with its signature.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence

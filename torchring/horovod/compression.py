@@ -1,7 +1,5 @@
 """Compression of tensors on their way, by Horovod's interface: classes with `compress` and `decompress`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 `init()` joins torchring's default world, so Horovod's functions and torchring's can be used side by side.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

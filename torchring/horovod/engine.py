@@ -7,8 +7,6 @@ know which operations are ready (`negotiation.py`), and carry these out in the s
 Source: the contract is Horovod's (horovod.torch.mpi_ops): operations of one name meet, in any order of calls.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

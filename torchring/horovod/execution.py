@@ -5,8 +5,6 @@ off towards zero; an average divides by the number of ranks, those that have joi
 summed in fp32 and rounded once, where Horovod rounds after each step.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Objects, parameters and optimizer state from one rank to all: horovod.torch.functions."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -10,8 +10,6 @@ After a disagreement the library works as before.
 Functions `_x` describe a call; `calls.form` makes the public forms of it.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import warnings

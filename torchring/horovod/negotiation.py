@@ -8,8 +8,6 @@ Example: 2 ranks; in the first cycle rank 0 requests "a" and "b", rank 1 request
 "a". The first cycle answers "b", and the second answers "a".
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

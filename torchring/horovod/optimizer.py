@@ -8,8 +8,6 @@ Where the engine does not serve (a compressor of the script's own, a process set
 `synchronize()` or `step()` reduces them as one grouped allreduce.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import logging

@@ -7,8 +7,6 @@ where some processes are on other hosts, which must share that directory. Each p
 how the files are protected.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import secrets

@@ -4,8 +4,6 @@ The variables in which a launcher says rank, size and where to meet are read els
 warning names all other HOROVOD_* variables: they mean nothing to torchring.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -6,8 +6,6 @@ JSON after each event.
 Source: the Trace Event Format of Chromium, and the names of Horovod's events.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -9,8 +9,6 @@ Ranks get the variables that torchrun sets. Agents and ranks meet in a store tha
 loopback if there is no other host. torchrun's own store listens on all network interfaces.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

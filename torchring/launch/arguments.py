@@ -1,7 +1,5 @@
 """The parser of all commands, and types of options that several commands have."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import math

@@ -7,8 +7,6 @@ Options that set HOROVOD_* variables for the processes do so here, and torchring
 that have no meaning here give one warning that names them.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util

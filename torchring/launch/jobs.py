@@ -1,7 +1,5 @@
 """Jobs: a command on one host, under a reaper that ends the command's processes. See launcher.py for the picture."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

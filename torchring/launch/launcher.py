@@ -11,8 +11,6 @@ same Python, torchring and script at the same paths, as on a shared file system.
 that takes seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -9,8 +9,6 @@ unbuffered, and this module puts the pieces together. A line that stays unfinish
 progress bar, is passed on unfinished.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

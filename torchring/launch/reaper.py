@@ -19,8 +19,6 @@ command was stopped or has failed, the reaper kills every process that the comma
 finds these processes in /proc. If the reaper itself is killed, the command gets SIGTERM.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

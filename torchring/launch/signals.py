@@ -1,7 +1,5 @@
 """Signals that stop a process."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

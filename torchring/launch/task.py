@@ -4,8 +4,6 @@ Another user may exchange the folder where it is in one that others can write to
 its name and its contents, and nothing is unpickled before that was checked. Its key is the secret of the job.
 """
 
-from __future__ import annotations
-
 import hmac
 import importlib.util
 import os

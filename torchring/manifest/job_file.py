@@ -1,7 +1,5 @@
 """Reads job files: what to run, on how many hosts, with what."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

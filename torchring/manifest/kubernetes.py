@@ -9,8 +9,6 @@ An elastic job has pods that wait, and one pod with the coordinator, `torchring 
 in the others by `kubectl exec` and learns from `kubectl get` which pods there are.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from typing import Any, Final

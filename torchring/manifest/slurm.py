@@ -1,7 +1,5 @@
 """Writes sbatch scripts."""
 
-from __future__ import annotations
-
 import shlex
 
 from torchring.manifest.job_file import GRACE_SECONDS, JobFile

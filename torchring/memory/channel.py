@@ -5,8 +5,6 @@ or the script's collectives. So two sequences never take each other's signals. F
 `inbox[a]` in b's part of the block counts the signals of a that b has not taken yet.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

@@ -11,8 +11,6 @@ A part of a block belongs to the rank that allocated the part. Peers read and wr
 an algorithm (see `channel.py`). The algorithm says which rank owns which slice at which time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -11,8 +11,6 @@ address:
 A data loader's workers are such children. They never look at this memory, and should cost next to nothing.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -4,8 +4,6 @@ Only a rank's first notice counts: later errors are consequences. Ranks of one h
 memory, within microseconds. Ranks of other hosts read it in the store.
 """
 
-from __future__ import annotations
-
 import contextlib
 import struct
 import threading

@@ -10,8 +10,6 @@ Calls that cannot block go through `PyDLL`, which keeps the GIL and so costs 0.1
 `CDLL`, which releases it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import math

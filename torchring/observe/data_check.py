@@ -10,8 +10,6 @@ A digest of each batch is in the message of the reduction, so nothing is sent fo
 same if their digests are equal in 8 reductions in a row, in which batches change.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A daemon thread that calls a method now and then."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

@@ -1,7 +1,5 @@
 """Who observes a world: a flight recorder if it has several ranks, and a recorder if somebody has asked for one."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Digests of tensors, by which ranks find out whether theirs are the same."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterable
 from typing import Final

@@ -11,8 +11,6 @@ the blocks in use. The holes grow faster, the larger the blocks are that come fr
 64 MiB do not come from the heap, and free memory that has piled up is returned after a backward.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -8,8 +8,6 @@ collector knows; the search takes 30 ms for 300,000 objects. Instances that are 
 PyTorch's public hook on the registration of submodules. In a training step, `ownership.py` only compares numbers.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref

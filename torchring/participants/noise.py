@@ -14,8 +14,6 @@ Example: two ranks with gradients [3, 1] and [1, 3] and mean [2, 2]. The squared
 10 = 6, S / b = (10 - 8) * 2 = 4, and the noise scale is 4 / 6 of a rank's batch.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Final, NamedTuple, cast
 

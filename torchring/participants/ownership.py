@@ -12,8 +12,6 @@ belong to no model that `wrap` was given. If the backward that reaches them reac
 are probably meant to train them together. A warning says so.
 """
 
-from __future__ import annotations
-
 import logging
 import operator
 import weakref

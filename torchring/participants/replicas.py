@@ -16,8 +16,6 @@ Platforms of two kinds round differently, so parameters drift apart by last bits
 gives all ranks the parameters of rank 0.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

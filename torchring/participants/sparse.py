@@ -4,8 +4,6 @@ Every rank gets the indices and values of all ranks, and adds up the values of e
 the end of a reduction, in the order of the parameters.
 """
 
-from __future__ import annotations
-
 import torch
 
 from torchring.collectives.service import internal_collectives_of

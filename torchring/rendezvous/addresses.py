@@ -1,7 +1,5 @@
 """The addresses of this host: of its network interfaces, for other hosts, and the address at which Gloo listens."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import socket

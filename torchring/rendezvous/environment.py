@@ -18,8 +18,6 @@ rank that has met the others sets TORCHRING_PARENT, which its children inherit a
 the launcher's variables were set anew for it, by the function that mp.spawn runs or by another launcher.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Processes that train alone, although there is a job of several: tasks of Spark, workers of Ray, scripts of Slurm."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,8 +1,6 @@
 """The TCPStore through which the ranks of a launch meet: at a given address, or at an address that rank 0 broadcasts
 over MPI."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import signal

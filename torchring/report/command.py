@@ -1,7 +1,5 @@
 """`torchring report DIR`: the command line of the report."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

@@ -1,7 +1,5 @@
 """Names of phases, and numbers in sentences."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from torchring.observer import Phase

@@ -4,8 +4,6 @@ A checkpoint knows no shard and no number of ranks. So any number of ranks can g
 too. State travels from one rank to all, a few parameters at once: so a rank holds little beside the result.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import OrderedDict

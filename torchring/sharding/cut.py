@@ -4,8 +4,6 @@ Parameters lie side by side in flat memory, which is cut into as many slices as 
 needs whole parameters, each parameter has flat memory of its own, which one rank owns.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

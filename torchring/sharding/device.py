@@ -11,8 +11,6 @@ The first meeting says that no device computes with the parameters any more. Els
 (NCCL) gathers the slices of all ranks, or sends a whole parameter from its owner.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ An ordinary state_dict, whose tensors are `ShardTensor`s. Each rank writes the e
 that it steps. `checkpoint.load_state` takes what was read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

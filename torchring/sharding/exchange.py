@@ -10,8 +10,6 @@ once:
 Where hosts have different numbers of ranks, ranks share places: a host may receive a slice more than once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

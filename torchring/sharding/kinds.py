@@ -1,7 +1,5 @@
 """How an optimizer can be cut: anywhere, parameter by parameter, or not at all."""
 
-from __future__ import annotations
-
 import copy
 import enum
 from collections import OrderedDict, defaultdict

@@ -1,7 +1,5 @@
 """The sharded step of one optimizer."""
 
-from __future__ import annotations
-
 import logging
 import zlib
 from collections import defaultdict

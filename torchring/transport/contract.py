@@ -1,7 +1,5 @@
 """The contract between an all-reduce and the engine that moves its bytes between hosts."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

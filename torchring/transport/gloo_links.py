@@ -5,8 +5,6 @@ side effect, of https://github.com/pytorch/gloo or of torch. Tests in tests/tran
 one.
 """
 
-from __future__ import annotations
-
 import contextlib
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta

@@ -11,8 +11,6 @@ workers finish their step, save, and end. Nothing here imports torch before the 
 imports torch and opens the store, while workers do the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

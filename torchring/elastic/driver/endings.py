@@ -6,8 +6,6 @@ failure in a row leaves the slot out for a second, the third for two, and so on 
 jitter: slots that fail for the same reason shall not all come back at the same moment.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias

@@ -4,8 +4,6 @@ The file and the script are asked in a thread, because a script may take long, a
 good answer stays in force while they give no good one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the coordinator knows of a worker and of a generation, and the limits that the user sets."""
 
-from __future__ import annotations
-
 import enum
 import signal
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ notice of flipped bits, so `newest` checks the sums first. A file gets its name 
 Until then its name ends in `.tmp`. The next writer removes what a writer that was killed an hour ago has left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

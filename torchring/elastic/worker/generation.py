@@ -1,7 +1,5 @@
 """The worlds of a worker of an elastic job: a provisional one, and in its place one generation after the other."""
 
-from __future__ import annotations
-
 from torch.distributed import Store
 
 from torchring.default_world import become, default_world, init, is_initialized

@@ -1,7 +1,5 @@
 """How ranks of a world agree on a membership change: one of them wants it, and all hear of it in the same reduction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torchring.gradients.reduction import Participant, Reduction

@@ -1,7 +1,5 @@
 """What a State consists of, as one thing that can be copied, saved, loaded, and sent to other ranks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """When a State writes checkpoints, and what it says when it loads one."""
 
-from __future__ import annotations
-
 import logging
 import time
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Optimizers with shard=True in a State: their state is gathered where ranks part, and dealt out where they meet."""
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Mapping

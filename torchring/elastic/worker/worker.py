@@ -4,8 +4,6 @@ One thread talks to the driver's store, because a store whose driver is stopped,
 answer for as long as TCP waits. The main thread waits for that thread, and can be interrupted.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

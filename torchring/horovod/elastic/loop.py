@@ -1,7 +1,5 @@
 """Runs a training function again after failures and changes of hosts, from the last commit."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

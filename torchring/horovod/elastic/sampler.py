@@ -1,7 +1,5 @@
 """A sampler that knows which samples of the epoch are done, and shares out the others."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sized

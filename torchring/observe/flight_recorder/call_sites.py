@@ -1,7 +1,5 @@
 """Where in the script a thread is, read from its stack by another thread. So the model needs no hook."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

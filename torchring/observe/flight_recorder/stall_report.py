@@ -1,7 +1,5 @@
 """Who is missing, in words. Pure functions of what flight recorders say."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 

@@ -9,8 +9,6 @@ The bounds of a few exchanges leave an interval. Its middle is the estimate, and
 Source: K. Marzullo and S. Owicki, "Maintaining the time in a distributed system", 1983.
 """
 
-from __future__ import annotations
-
 import itertools
 import struct
 import time

@@ -1,7 +1,5 @@
 """A trace is a folder with one file per rank, `rank-00003.npz`: numpy arrays, read without pickle."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

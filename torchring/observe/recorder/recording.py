@@ -1,7 +1,5 @@
 """Writes down the run and an optimizer's reductions, in the recorder of its world."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time

@@ -1,7 +1,5 @@
 """Buckets one by one: how fast they were reduced, which were not hidden, and which parameters made them late."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final

@@ -1,7 +1,5 @@
 """Cores: for how long ranks had none, who had them, and what workers of DataLoaders would do with them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Puts the traces of all ranks together: on one clock, with the steps that all of them have."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -11,8 +11,6 @@ Communication Operations in MPICH", 2005). Both are fitted to buckets of differe
 A step takes as long as the slowest of N ranks computes, and then as long as communication that backward did not hide.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import math

@@ -1,7 +1,5 @@
 """The steps of a job as arrays, with one row for a step and one column for a rank."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The time of each rank: who waits for whom, and which rank determines how long a step takes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final

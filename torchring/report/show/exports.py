@@ -3,8 +3,6 @@
 The format of the trace: "Trace Event Format", Google. https://ui.perfetto.dev opens it.
 """
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

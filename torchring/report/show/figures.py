@@ -1,7 +1,5 @@
 """The figures of the page. Each function draws one figure of an analysis."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """report.html: one file that holds the report, its figures and the library that draws them. It needs no network."""
 
-from __future__ import annotations
-
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the report says: headings, sentences and tables. The terminal prints them, and the page also draws figures."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Final

@@ -1,7 +1,5 @@
 """The report in a terminal: the verdict first, then its sections."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Each rank of the job writes its last 50 steps to DIR every other second. This co
 nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

@@ -3,8 +3,6 @@
 Advice is judged by samples per second, and by the cores that are left. What its own numbers call a loss is not given.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Final

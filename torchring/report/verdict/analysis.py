@@ -4,8 +4,6 @@
 `buckets.py` looks at communication; `bucket_layout.py` and `scaling.py` predict what would be different.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

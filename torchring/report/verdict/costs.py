@@ -5,8 +5,6 @@ Where that rank takes longer than the others, the rank is to blame, and the phas
 because its data are late has an input problem, and a rank that computes longer is a straggler.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final, Literal
 

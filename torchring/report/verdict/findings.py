@@ -8,8 +8,6 @@ What phases cost is told as a mean. Means add up to the mean step, and medians d
 keep a rank waiting in each fourth step only, of which the median shows nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Says in one sentence what bounds the job: the largest of the costs. Then, what is missing or strange in a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final
 

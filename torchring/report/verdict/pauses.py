@@ -4,8 +4,6 @@ Means would spread pauses over steps that have none. So steps with a pause are l
 samples per second.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Final

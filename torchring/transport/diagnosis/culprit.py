@@ -6,8 +6,6 @@ stopped because of it. Both belong to the whole world, because rank a may wait f
 waits for rank c in another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ Gloo does not say which sockets are its own. The sockets that appeared while Glo
 tells the others the addresses of the candidates, and the two ends of a connection have the same two addresses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
