@@ -78,7 +78,7 @@ class ConnectedOptimizer(OptimizerWrapper):
             ignored = room("initial state").ignored_tensors(ignore, model, names, world)
             check_free(names, world)
             if world.outer.groups:
-                ignored |= room("groups").left_to_others(self, names, world)
+                ignored |= room("groups").left_to_others(self, names, model, world)
             if options.on_nonfinite == "skip" and any(p is not whole_of(p) for p in names):
                 raise ValueError(_SKIPS_A_PART)
             refuse_part_of_state(optimizer)

@@ -55,7 +55,8 @@ def members_of(group: Group, rank: int, size: int, launcher: str) -> tuple[int, 
                 names = group.mesh_dim_names or tuple(range(group.ndim))
                 raise ValueError(
                     f"group is a mesh of {group.ndim} dimensions, {', '.join(map(str, names))}; pass the one over "
-                    f"which ranks reduce, as mesh[{names[0]!r}], or several as one: mesh[{names[:2]!r}]._flatten()"
+                    f"which ranks reduce, as mesh[{names[0]!r}], or several as one: "
+                    f"mesh[{', '.join(map(repr, names[:2]))}]._flatten()"
                 )
             found = dist.GroupMember.NON_GROUP_MEMBER if group.get_coordinate() is None else group.get_group()
         ranks = dist.get_process_group_ranks(found) if isinstance(found, dist.ProcessGroup) else []
@@ -259,13 +260,13 @@ def end_together(own: OptimizerGroup, caller: Reducer) -> None:
 
 
 def left_to_others(
-    own: ConnectedOptimizer, names: Mapping[torch.nn.Parameter, str], world: World
-) -> set[torch.nn.Parameter]:
-    """The parameters that optimizers of other groups have: experts may differ between the ranks of this one.
+    own: ConnectedOptimizer, names: Mapping[torch.nn.Parameter, str], model: torch.nn.Module | None, world: World
+) -> set[torch.Tensor]:
+    """The parameters that optimizers of other groups have, and buffers beside them: experts may differ between ranks.
 
     Raises ValueError if one of these optimizers has copied this one's parameters, too, to ranks of other groups.
     """
-    found: set[torch.nn.Parameter] = set()
+    found: set[torch.Tensor] = set()
     for other in module_wrappers.living(ConnectedOptimizer):
         if other is own or other.is_closed or other._group == own._group or not hasattr(other, "_names"):
             continue
@@ -280,4 +281,7 @@ def left_to_others(
                 "another optimizer. Pass ignore=[...] to that wrap(), with what belongs to others; or wrap the "
                 "optimizer of fewer ranks first"
             )
+    for module in () if model is None else model.modules():
+        if any(parameter in found for parameter in module.parameters(recurse=False)):
+            found.update(module.buffers(recurse=False))
     return found
