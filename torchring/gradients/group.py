@@ -53,27 +53,21 @@ class OptimizerGroup:
     backward that was aborted, buckets that have left are waited for in step 3: only then have all ranks said that
     the same buckets have left everywhere. Where a bucket cannot leave without a wait for other ranks
     (`Agreement.starts_at_once`), all buckets leave in step 3.
-
-    Attributes:
-        guard: runs what takes several collectives, and must not be left between two of them.
-        reducers: the reducers of the world, in the order in which their optimizers were wrapped.
-        has_ended: whether this rank's data has ended, inside `torchring.join`.
-        is_skipping: whether this rank takes part in a backward of the others without one of its own.
-        skipper: the reducer whose `skip()` is under way.
-        skipped: reducers that `skip()` of another one has reached, since a step or zero_grad() of any optimizer.
-        waiting: see `Launcher`.
-        of_this_rank: those of all worlds that this rank is in, in one order on all ranks.
     """
 
     def __init__(self, world: World) -> None:
+        # Runs what takes several collectives, and must not be left between two of them
         self.guard = InterruptionGuard(world)
+        # The reducers of the world, in the order in which their optimizers were wrapped
         self.reducers: list[Reducer] = []
-        self.has_ended = False
-        self.is_skipping = False
-        self.skipper: Reducer | None = None
+        self.has_ended = False  # whether this rank's data has ended, inside `torchring.join`
+        self.is_skipping = False  # whether this rank takes part in a backward of the others without one of its own
+        self.skipper: Reducer | None = None  # the reducer whose `skip()` is under way
+        # Reducers that `skip()` of another one has reached, since a step or zero_grad() of any optimizer
         self.skipped: set[Reducer] = set()
-        self.waiting: set[Launcher] = set()
+        self.waiting: set[Launcher] = set()  # see `Launcher`
         self._world = world
+        # Those of all worlds that this rank is in, in one order on all ranks
         self.of_this_rank = world.outer.shared(_all_groups)
         self.of_this_rank.append(self)
         self.of_this_rank.sort(key=lambda group: group._world.members)

@@ -88,73 +88,46 @@ class ReductionPhase(enum.Enum):
 
 
 class Said:
-    """What all ranks have said about one reduction.
-
-    Attributes:
-        by_rank: by field, what each rank has said.
-        sums: by field, the sum over ranks. 0 for a field that nobody has.
-        unused: indices of the parameters that no rank has used.
-    """
+    """What all ranks have said about one reduction."""
 
     def __init__(self, by_rank: Mapping[str, Sequence[float]], unused: Set[int] = frozenset()) -> None:
-        self.by_rank = by_rank
-        self.sums: Counter[str] = Counter()
+        self.by_rank = by_rank  # by field, what each rank has said
+        self.sums: Counter[str] = Counter()  # by field, the sum over ranks. 0 for a field that nobody has.
         self.sums.update({field: sum(values) for field, values in by_rank.items()})
-        self.unused = unused
+        self.unused = unused  # indices of the parameters that no rank has used
 
 
 @dataclass(eq=False)
 class Reduction:
-    """One reduction on this rank, from the first gradient to the last result.
-
-    Attributes:
-        number: counts reductions. It is in the message.
-        step: number of the optimizer step, for error messages.
-        defers_launch: no bucket leaves before backward is over, and ranks have agreed which optimizers it has reached.
-        is_unordered: a backward may reach several optimizers, so ranks may begin their reductions in different orders.
-        weight: of this rank, see `weights.py`. Its gradients are multiplied by it in the wire buffer.
-        is_absent: this rank takes part without a gradient, and does not count.
-        is_again: another reduction for the same backward, whose results are in `.grad`.
-        mine: what this rank tells the others, by field of the message.
-        extra: leaves after all buckets, if there is anything.
-        events: if given, hears what happens to each bucket.
-        mark_ready: if given, called by all hooks, with the index of a parameter that has its gradient.
-
-        phase: what has become of the reduction.
-        num_launched: number of buckets that have left.
-        said: what all ranks have said. None until they are heard.
-        scale: another factor of the result.
-        non_finite: the first NaN or infinity, if there is one. On a device it may be of an earlier reduction.
-
-        busy_seconds: time in which something was being reduced, waiting for peers included.
-        exposed_seconds: the part of `busy_seconds` during which backward stood still.
-        is_filled: whether backward is over on this rank, and every bucket has its gradients.
-    """
+    """One reduction on this rank, from the first gradient to the last result."""
 
     # What this rank is about to do
-    number: int
-    step: int = 0
+    number: int  # counts reductions. It is in the message.
+    step: int = 0  # number of the optimizer step, for error messages
+    # No bucket leaves before backward is over, and ranks have agreed which optimizers it has reached
     defers_launch: bool = False
+    # A backward may reach several optimizers, so ranks may begin their reductions in different orders
     is_unordered: bool = False
-    weight: float = 1.0
-    is_absent: bool = False
-    is_again: bool = False
-    mine: dict[str, float] = field(default_factory=dict)
-    extra: Reducible | None = None
-    events: BucketEvents | None = None
+    weight: float = 1.0  # of this rank, see `weights.py`. Its gradients are multiplied by it in the wire buffer.
+    is_absent: bool = False  # this rank takes part without a gradient, and does not count
+    is_again: bool = False  # another reduction for the same backward, whose results are in `.grad`
+    mine: dict[str, float] = field(default_factory=dict)  # what this rank tells the others, by field of the message
+    extra: Reducible | None = None  # leaves after all buckets, if there is anything
+    events: BucketEvents | None = None  # if given, hears what happens to each bucket
+    # If given, called by all hooks, with the index of a parameter that has its gradient
     mark_ready: Callable[[int], None] | None = None
 
     # What has become of it
     phase: ReductionPhase = ReductionPhase.UNDER_WAY
-    num_launched: int = 0
-    said: Said | None = None
-    scale: float = 1.0
-    non_finite: NonFiniteGradient | None = None
+    num_launched: int = 0  # buckets that have left
+    said: Said | None = None  # by all ranks; None until they are heard
+    scale: float = 1.0  # another factor of the result
+    non_finite: NonFiniteGradient | None = None  # the first one; on a device, it may be of an earlier reduction
 
     # Where its time went
-    busy_seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    is_filled: bool = False
+    busy_seconds: float = 0.0  # while something was being reduced, waiting for peers included
+    exposed_seconds: float = 0.0  # the part of that during which backward stood still
+    is_filled: bool = False  # backward is over on this rank, and every bucket has its gradients
 
     @property
     def heard(self) -> Said:
@@ -237,13 +210,9 @@ def split(joined: bytes) -> list[bytes]:
 
 
 class Participant:
-    """Takes part in the reductions of one optimizer, on all ranks alike. Overrides what it needs; only that is called.
+    """Takes part in the reductions of one optimizer, on all ranks alike. Only what it overrides is called."""
 
-    Attributes:
-        fields: names of what it adds to the message.
-    """
-
-    fields: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()  # names of what it adds to the message
 
     def __init__(self, reducer: Any, setup: Any) -> None:
         """Collective: for a `Reducer` that has its buckets, and no hooks yet. `setup`: a `Setup`."""
