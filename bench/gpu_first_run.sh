@@ -11,7 +11,7 @@
 #     tests       tests of training
 #     kernels     tests of the kernels
 #     memory      ten generations of ranks leave none behind; measured while nothing else runs
-#     figures     kernels against a copy, aborts, late peers, NCCL's own memory, the host's time for a bucket
+#     figures     kernels against a copy, aborts, late peers, the host's time for a bucket
 #   2 frameworks  Lightning, Trainer and Accelerate: two ranks on one GPU against one process
 #     graphs      torch.compile and CUDA graphs
 #     steps       a step of GPT-2 and of ResNet-50 against DDP
@@ -59,7 +59,8 @@ for one in range(count):
 '
 machine="nvidia-smi; nvidia-smi topo -m; cc --version; python3-config --includes; df -h /dev/shm; ulimit -l
 $python -m torchring doctor"
-mapfile -t training < <(grep -rl 'mark\.gpu' tests --include='test_*.py' --exclude-dir=kernels)
+mapfile -t training < <(grep -rl 'mark\.gpu' tests --include='test_*.py' --exclude-dir={kernels,platforms} \
+    --exclude=test_gpu_graphs.py)
 # A test that hangs prints the stacks of its threads after 100 s.
 tests=("$python" -m pytest -m gpu -p no:cacheprovider --durations 10 -o timeout=150 -o faulthandler_timeout=100)
 side_by_side=()
@@ -75,9 +76,9 @@ part 1 doctor 40 "$python" -m torchring doctor --gpu
 part 1 tests 120 "${tests[@]}" "${side_by_side[@]}" --maxfail=20 "${training[@]}"
 part 1 kernels 50 "${tests[@]}" "${side_by_side[@]}" --maxfail=6 tests/kernels
 part 1 memory 40 "${tests[@]}" tests/devices/test_gpu_faults.py -k memory
-part 1 figures 70 "${check[@]}" native kernels host
-part 2 frameworks 110 "${check[@]}" frameworks
-part 2 graphs 100 "${check[@]}" graphs
+part 1 figures 70 "${check[@]}" kernels host
+part 2 frameworks 110 "${tests[@]}" tests/platforms/test_gpu.py
+part 2 graphs 100 "${tests[@]}" tests/devices/test_gpu_graphs.py
 part 2 steps 90 "${check[@]}" steps
 part 2 sanitizer 60 bash -c "$sanitize" sanitizer "${tests[@]}" tests/kernels -k "$unwaiting"
 exit "$failed"

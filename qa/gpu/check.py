@@ -1,6 +1,6 @@
 """Figures of one GPU against what they have to be, a line each.
 
-    python -m qa.gpu.check kernels native     the figures of qa/gpu/check_kernels.py and check_native.py
+    python -m qa.gpu.check kernels host     the figures of qa/gpu/check_kernels.py and check_host.py
 
 Prints PASS or FAIL for each figure as it comes. The exit code is the number of figures that failed. A topic that raises
 an error counts as one, and the next topic follows.

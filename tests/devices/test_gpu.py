@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,15 +23,18 @@ from torch import Tensor, nn
 import torchring
 import torchring.horovod as hvd
 from tests.support.checks import assert_bitwise, exact_inputs
+from tests.support.commands import run_python
+from tests.support.documents import ROOT
 from tests.support.harness import ranks, run_ranks
 from tests.support.scripts import ON_DEVICES
 from tests.support.training import ShardedSide, Side, assert_as_one_process
 from torchring.accelerators import accelerator_of
 from torchring.collectives import operations
 from torchring.collectives.service import Collectives
+from torchring.devices import nccl
 from torchring.devices.collectives import Aside, DeviceCollectives
 from torchring.devices.cuda import CudaAccelerator
-from torchring.devices.engines import Engine
+from torchring.devices.engines import Engine, all_reduce
 from torchring.devices.opening import open_on_device
 from torchring.devices.stream import OnStream
 from torchring.devices.symmetric_memory import LonelyGroup
@@ -353,3 +357,54 @@ def test_collectives_over_nccl_alone() -> None:
     operations.all_reduce(devices, ones, "sum")
     assert bool(ones.isnan().all())
     stream.close()
+
+
+def reduce_in_registered_memory() -> None:
+    """Over NCCL, as the only rank. To open wires anew takes no more memory; behind NCCL, the guard alone runs."""
+    accelerator: Any = accelerator_of(torch.device("cuda", 0))
+    backend = accelerator.open_backend(dist.HashStore(), 0, 1, 30.0)
+    all_reduce(backend, torch.zeros(1, device="cuda"))
+    with mock.patch.object(nccl, "_LEAST_NCCL", 0):  # no other rank can be lost, so an older one will do
+        engine = Engine("native", accelerator.register(0, backend), accelerator, 1, backend)
+    free = []
+    for _ in range(6):
+        wires = None  # before others take their place
+        began = time.monotonic()
+        wires = engine.open_wires([(1000, torch.float32), (5_000_003, torch.float32), (5_000_003, torch.bfloat16)])
+        assert free or time.monotonic() - began <= 1.0
+        free.append(torch.cuda.mem_get_info()[0])
+        if len(free) < 6:
+            engine.release(wires)
+    assert free[1] - free[-1] <= 2 << 20
+    guard: Any = engine.guard(wires)
+
+    def reduce() -> None:
+        for wire in wires:
+            engine.launch(wire)
+        guard()
+        accelerator.synchronize()
+
+    given = [torch.arange(wire.buffer.numel()).remainder(251).to(wire.buffer.dtype) for wire in wires]
+    for wire, values in zip(wires, given, strict=True):
+        wire.buffer.copy_(values)
+    reduce()  # compiles
+    with torch.profiler.profile() as profiler:
+        reduce()
+    kernels = [event.name for event in profiler.events() or () if event.device_type.name == "CUDA"]
+    kernels = [name for name in kernels if not name.startswith(("Memcpy", "Memset", "nccl"))]  # it copies one rank's
+    assert kernels, "the guard is missing"
+    assert all("_guard_kernel" in name for name in kernels), kernels
+    for wire, values in zip(wires, given, strict=True):
+        assert_bitwise(wire.buffer.cpu(), values)
+    began = time.monotonic()
+    engine.abort()
+    assert time.monotonic() - began <= 5.0
+    guard()
+    assert all(bool(wire.buffer.isnan().all()) for wire in wires)
+    engine.close()
+
+
+def test_nccl_in_registered_memory_and_the_end_of_its_process() -> None:
+    """After an abort, nothing complains."""
+    ran = run_python("-c", f"import {__name__} as test; test.reduce_in_registered_memory()", folder=ROOT)
+    assert (ran.returncode, ran.stderr.count("destroy_process_group")) == (0, 0), ran.stderr

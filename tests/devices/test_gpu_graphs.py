@@ -1,18 +1,19 @@
-"""Figures: compiled models and CUDA graphs on two ranks that share the GPU, against a plain loop on all batches."""
+"""Compiled models and CUDA graphs on two ranks that share the GPU, against a plain loop on all batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import torchring
-from qa.gpu.check import Figure
-from qa.gpu.sharing import figures_of, say
+from tests.devices.test_gpu import on_gpu
 from torchring.bench.step import distance, flat_weights
 from torchring.optimizer import sync_of
 
+pytestmark = pytest.mark.gpu
 _BUCKET_MB: Final = 3 * 64 * 65 * 4 / 2**20  # of 3 of the 12 layers
 
 
@@ -63,7 +64,9 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def _ways() -> Iterator[Figure]:
+@on_gpu
+def test_each_way_trains_as_a_plain_loop(rank: int) -> None:
+    torchring.init(process_group=True)
     plain, start = _model(), flat_weights(_model())
     right = _train(plain, plain, _sgd(plain), [0, 1], id)
     for way, prepare in _WAYS.items():
@@ -80,21 +83,13 @@ def _ways() -> Iterator[Figure]:
                     node.register_prehook(lambda _: launched.append(sync.launcher.reduction.num_launched))
                 node = next((other for other, _ in node.next_functions if other is not None), None)
 
-        with mock.patch.object(
-            graph := torch.cuda.CUDAGraph, "replay", autospec=True, side_effect=graph.replay
-        ) as replay:
-            ours = _train(model, prepare(model), optimizer, [torchring.rank()], see)
-        yield Figure(f"{way}: off by", distance(ours, right, start), "of the way", 1e-3)
+        graph = torch.cuda.CUDAGraph
+        with mock.patch.object(graph, "replay", autospec=True, side_effect=graph.replay) as replay:
+            ours = _train(model, prepare(model), optimizer, [rank], see)
+        assert distance(ours, right, start) <= 1e-3, way
         if way in ("graphed callables", "reduce-overhead", "compile_backend, reduce-overhead"):
-            yield Figure(f"{way}: replays", replay.call_count, "of CUDA graphs", 6, at_least=True)
+            assert replay.call_count >= 6, way
         if "compile_backend" in way:
-            yield Figure(f"{way}: before the last graph of backward", launched[-1], "buckets left", 2, at_least=True)
+            assert launched[-1] >= 2, f"{way}: buckets that have left before the last graph of backward"
         optimizer.close()
-
-
-def figures() -> Iterator[Figure]:
-    return figures_of(__name__, "ways")
-
-
-if __name__ == "__main__":
-    say({"ways": _ways}, seconds=50)
+    torchring.shutdown()

@@ -1,22 +1,22 @@
-"""Figures: two ranks that share the GPU train by Lightning, the Trainer and Accelerate. A plain loop does it again.
+"""Two ranks that share the GPU train by Lightning, the Trainer and Accelerate. A plain loop does it again.
 
 The loop trains on the batches that the ranks have seen. For 16 bits it also takes each batch in parts, as the ranks do:
 the distance between these two is the rounding's own.
 """
 
-import importlib.util
-import math
-import tempfile
-from collections.abc import Iterator
 from typing import Any, Final
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import torchring
-from qa.gpu.check import Figure
-from qa.gpu.sharing import figures_of, say
+from tests.devices.test_gpu import DEADLINE, SHARED
+from tests.platforms.cases import Cases
 from torchring.bench.step import distance, flat_weights
+
+pytestmark = [pytest.mark.platforms, pytest.mark.gpu]
+case = Cases(__name__, deadline=DEADLINE, env=SHARED)
 
 _ROWS, _STEPS = 16, 5
 _CLIP: Final = 0.5
@@ -64,18 +64,18 @@ def _plain(batches: Tensor, kind: str, *, num_parts: int) -> Tensor:
     return flat_weights(net)
 
 
-def _figures(name: str, kind: str, net: Net) -> Iterator[Figure]:
+def _assert_as_alone(net: Net, kind: str = "32") -> None:
     batches = torch.stack(list(map(torchring.all_gather, net.seen)))
     assert batches.shape == (_STEPS, 2 * _ROWS, 64)
     start, ours = (flat_weights(each.to(torchring.device())) for each in (Net(), net))
     whole, parts = (_plain(batches, kind, num_parts=number) for number in (1, 2))
     off = distance(ours, whole, start)
-    yield Figure(f"{name}, {kind}: off by", off, "of the way", 1e-3 if kind == "32" else 1e-2)
-    if kind != "32":
-        yield Figure(f"{name}, {kind}: off by", off / distance(parts, whole, start), "of what parts are off by", 2)
+    assert off <= (1e-3 if kind == "32" else 1e-2)
+    assert kind == "32" or off <= 2 * distance(parts, whole, start)
 
 
-def _lightning() -> Iterator[Figure]:
+@case
+def test_lightning(rank: int) -> None:
     import lightning
 
     import torchring.lightning
@@ -86,34 +86,18 @@ def _lightning() -> Iterator[Figure]:
 
         configure_optimizers = _sgd
 
+    torchring.init(process_group=True)
     shared = {"accelerator": torchring.device().type, "devices": 2}  # Lightning does not know that there is one
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     for kind, precision in (("32", "32-true"), ("bf16", "bf16-mixed")):
         strategy, net = torchring.lightning.RingStrategy(**_DIRECT), Module()
         options = {"strategy": strategy, "precision": precision, "gradient_clip_val": _CLIP, "max_epochs": 1}
         lightning.Trainer(**options, **shared, **quiet).fit(net, torch.utils.data.DataLoader(_data(), _ROWS))
-        yield from _figures("Lightning", kind, net)
+        _assert_as_alone(net, kind)
 
 
-def _transformers() -> Iterator[Figure]:
-    yield from _accelerate()
-    from transformers import TrainingArguments
-
-    from torchring.transformers import RingTrainer
-
-    class Trainer(RingTrainer):
-        wrap_options = _DIRECT
-
-    options = {"max_grad_norm": _CLIP, "lr_scheduler_type": "constant", "num_train_epochs": 1}
-    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(folder, per_device_train_batch_size=_ROWS, **options, **quiet)
-        net = Net()
-        Trainer(net, arguments, train_dataset=_data(), optimizers=(_sgd(net), None)).train()
-    yield from _figures("Trainer", "32", net)
-
-
-def _accelerate() -> Iterator[Figure]:
+@case
+def test_accelerate(rank: int) -> None:
     from torchring.accelerate import RingAccelerator
 
     accelerator = RingAccelerator(mixed_precision="fp16", wrap_options=_DIRECT)
@@ -125,24 +109,25 @@ def _accelerate() -> Iterator[Figure]:
         accelerator.clip_grad_norm_(model.parameters(), _CLIP)
         optimizer.step()
         if step == 2:
-            folder = torchring.broadcast_object(tempfile.mkdtemp())
-            accelerator.save_state(folder)
+            accelerator.save_state("state")
             accelerator.wait_for_everyone()
             nn.init.zeros_(next(net.parameters()))
-            accelerator.load_state(folder)
-    yield from _figures("Accelerate", "fp16", net)
+            accelerator.load_state("state")
+    _assert_as_alone(net, "fp16")
 
 
-_CASES: Final = {"lightning": _lightning, "transformers": _transformers}
+@case
+def test_transformers(rank: int) -> None:
+    from transformers import TrainingArguments
 
+    from torchring.transformers import RingTrainer
 
-def figures() -> Iterator[Figure]:
-    for name in _CASES:
-        if importlib.util.find_spec(name) is None:
-            yield Figure(f"{name} is not installed", math.nan, "", 0)
-        else:
-            yield from figures_of(__name__, name)
+    class Trainer(RingTrainer):
+        wrap_options = _DIRECT
 
-
-if __name__ == "__main__":
-    say(_CASES, seconds=40)
+    options = {"max_grad_norm": _CLIP, "lr_scheduler_type": "constant", "num_train_epochs": 1}
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    arguments = TrainingArguments("trainer", per_device_train_batch_size=_ROWS, **options, **quiet)
+    net = Net()
+    Trainer(net, arguments, train_dataset=_data(), optimizers=(_sgd(net), None)).train()
+    _assert_as_alone(net)
