@@ -200,11 +200,10 @@ def test_pipelines_reduce_once_a_step(rank: int) -> None:
         optimizer = wrap(pipeline.model, 1)
         pipeline.backward(0)
         problem = attempt(optimizer.step)
-        optimizer.zero_grad()
-        with optimizer.no_sync():
-            pipeline.backward(1)
-        optimizer.synchronize()
-        problem = problem or attempt(optimizer.step)
+        if not problem:
+            optimizer.zero_grad()
+            torch.stack([p.sum() for p in pipeline.model.parameters()]).sum().backward()
+            problem = attempt(optimizer.step)
         is_right_by_chance = name == "DualPipeV" and rank < 2
         assert is_right_by_chance or "all optimizer.synchronize() before step()" in problem, problem
         optimizer.close()

@@ -2,7 +2,7 @@
 
 Ranks compare a digest of every parameter at the end of a reduction, when
 - somebody wrote to parameters outside `step()`, as autograd's version counters show,
-- not all ranks have stepped equally often (modulo 2),
+- not all ranks have stepped equally often,
 - after the first step, as most mistakes are made from the beginning,
 - and every STEPS_BETWEEN_CHECKS reductions, for changes that leave no trace (`p.data`).
 The first two facts are in the message of each reduction. With the digests, ranks compare the
@@ -109,8 +109,8 @@ class ReplicaCheck(Participant):
         sums, is_due = current.heard.sums, current.number >= self._due_at
         if is_due:
             self._due_at = current.number + STEPS_BETWEEN_CHECKS
-        is_due = is_due or (bool(sums["odd_steps"]) and not self._has_stepped)
-        self._has_stepped = self._has_stepped or bool(sums["odd_steps"])
+        is_due = is_due or (bool(sums["steps"]) and not self._has_stepped)
+        self._has_stepped = self._has_stepped or bool(sums["steps"])
         if sums["has_ended"]:
             return
         if sums["parameters_changed"] or len({*current.heard.by_rank["steps"]}) > 1:
