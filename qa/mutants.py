@@ -19,6 +19,7 @@ import difflib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -37,73 +38,9 @@ from mutmut.mutation.mutators import mutation_operators
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The tests that should notice a mutant of a file, quick ones first, and which of them (pytest's -k).
-TESTS = {
-    "torchring/gradients/hooks.py": ("gradients/test_hooks gradients/test_backward", ""),
-    "torchring/gradients/reducer.py": (
-        "gradients/test_hooks optimizer/test_mistakes participants/test_ownership gradients/test_backward "
-        "gradients/test_weights optimizer/test_semantics observe/test_recorder optimizer/test_options",
-        "not (test_recorder or test_options) or closure or another_model_or_option",
-    ),
-    "torchring/gradients/group.py": (
-        "gradients/test_hooks gradients/test_aborted optimizer/test_contract optimizer/test_semantics",
-        "not test_semantics or several or optimizers",
-    ),
-    "torchring/gradients/plan.py": ("gradients/test_plan gradients/test_bucket", ""),
-    "torchring/gradients/bucket.py": (
-        "gradients/test_bucket gradients/test_launcher gradients/test_hooks devices/test_on_device",
-        "",
-    ),
-    "torchring/gradients/places.py": ("gradients/test_bucket gradients/test_hooks", ""),
-    "torchring/gradients/ledger.py": (
-        "gradients/test_bucket gradients/test_hooks optimizer/test_mistakes gradients/test_weights",
-        "",
-    ),
-    "torchring/gradients/launcher.py": (
-        "gradients/test_launcher gradients/test_bucket gradients/test_hooks gradients/test_aborted",
-        "",
-    ),
-    "torchring/participants/replicas.py": (
-        "participants/test_replicas optimizer/test_mistakes optimizer/test_semantics",
-        "not test_semantics or PyTorch",
-    ),
-    "torchring/gradients/weights.py": (
-        "gradients/test_weights horovod/test_optimizer elastic/test_elastic",
-        "test_weights or what_a_script_does or without_a_driver",
-    ),
-    "torchring/gradients/local.py": (
-        "gradients/test_weights observe/test_recorder optimizer/test_options optimizer/test_semantics",
-        "not (test_recorder or test_semantics) or world_of_one or closure or optimizers",
-    ),
-    "torchring/participants/buffers.py": ("participants/test_buffers", ""),
-    "torchring/gradients/layout.py": (
-        "gradients/test_hooks gradients/test_weights participants/test_buffers "
-        "optimizer/test_semantics optimizer/test_parity devices/test_opening",
-        "not test_opening or several_gpus_of_one_host",
-    ),
-    "torchring/participants/sparse.py": (
-        "optimizer/test_semantics optimizer/test_mistakes",
-        "sparse or refused or three",
-    ),
-    "torchring/gradients/agreement.py": (
-        "gradients/test_hooks optimizer/test_options optimizer/test_semantics optimizer/test_parity "
-        "optimizer/test_contract devices/test_device devices/test_device_faults devices/test_on_device",
-        "not test_contract or stats_say",
-    ),
-    "torchring/gradients/reduction.py": (
-        "gradients/test_plan gradients/test_bucket gradients/test_launcher gradients/test_hooks "
-        "gradients/test_weights devices/test_on_device",
-        "not test_on_device or torchring_leaves_out",
-    ),
-    "torchring/joining.py": ("test_joining", ""),
-    "torchring/collectives/shared_memory.py": ("collectives/test_collectives", ""),
-    "torchring/collectives/operations.py": ("collectives/test_collectives test_initial_state", ""),
-    "torchring/collectives/signature.py": ("gradients/test_plan collectives/test_collectives", ""),
-    "torchring/participants/digests.py": ("participants/test_digests participants/test_replicas", ""),
-    "torchring/allreduce/direct.py": ("allreduce/test_allreduce allreduce/test_faults", "not (native or hierarchical)"),
-    "torchring/allreduce/native.py": ("allreduce/test_allreduce allreduce/test_faults", "native"),
-    "torchring/allreduce/hierarchical.py": ("allreduce/test_allreduce", "hierarchical or threads_end"),
-}
+# What pytest is given for a mutant of each file: the tests that should notice it, quick ones first.
+_LINES = Path(__file__).with_suffix(".txt").read_text().splitlines()
+TESTS = {file: shlex.split(words) for file, _, words in (line.partition(": ") for line in _LINES)}
 
 # Mutants that compute what the original does: file, the broken line or the line that is left out, and why.
 EQUIVALENT = {
@@ -226,22 +163,15 @@ def _copy_tree(copy: Path) -> None:
     shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "site"))
 
 
-def _pytest(tree: Path, names: Iterable[str], keywords: str = "") -> subprocess.Popen[bytes]:
+def _pytest(tree: Path, words: Iterable[str]) -> subprocess.Popen[bytes]:
     """Start these tests of a tree in a session of their own; their output is in the file `log`."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-k", keywords]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *words]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = {"PATH": path, "PYTHONPATH": f"{tree}/editable", "TMPDIR": str(tree.parent)}
     environ |= {"PYTHONPYCACHEPREFIX": f"{tree.parent}/bytecode", "PYTHONDONTWRITEBYTECODE": ""}  # outlives the tree
     with (tree / "log").open("wb") as log:
-        return subprocess.Popen(
-            [*command, *(f"tests/{name}.py" for name in names)],
-            cwd=tree,
-            env=os.environ | environ,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        return subprocess.Popen(command, cwd=tree, env=os.environ | environ, start_new_session=True, **streams)
 
 
 def _start(mutant: Mutant, tree: Path, copy: Path) -> subprocess.Popen[bytes]:
@@ -249,8 +179,7 @@ def _start(mutant: Mutant, tree: Path, copy: Path) -> subprocess.Popen[bytes]:
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(tree, copy, symlinks=True)
     (copy / mutant.file).write_text(mutant.source)
-    names, keywords = TESTS[mutant.file]
-    return _pytest(copy, names.split(), keywords)
+    return _pytest(copy, TESTS[mutant.file])
 
 
 def _end(process: subprocess.Popen[bytes], copy: Path) -> None:
@@ -327,7 +256,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
         tree, copies = Path(folder, "tree"), [Path(folder, str(job)) for job in range(arguments.jobs)]
         _copy_tree(tree)
-        names = {name: None for mutant in mutants for name in TESTS[mutant.file][0].split()}
+        names = {word: None for mutant in mutants for word in TESTS[mutant.file] if word.endswith(".py")}
         as_it_is = _pytest(tree, names)
         if as_it_is.wait():
             sys.exit(f"{(tree / 'log').read_text()}\nwithout a mutant, a test fails")

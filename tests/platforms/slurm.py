@@ -33,39 +33,6 @@ _PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "uns
 _PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 _POLL_SECONDS = 0.25
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-# A requeued job waits for cred_expire, 120 s by default; 5 is the least that Slurm takes. UnkillableStepTimeout: a busy
-# machine takes its time to end processes that were killed.
-_CONF = """\
-ClusterName=torchring
-SlurmctldHost=login
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/%n.log
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-AccountingStorageType=accounting_storage/none
-JobAcctGatherType=jobacct_gather/none
-MpiDefault=none
-ReturnToService=2
-SlurmdParameters=config_overrides
-SlurmdTimeout=10
-KillWait=5
-UnkillableStepTimeout=300
-SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-{nodes}
-PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
-PartitionName=urgent Nodes=ALL PriorityTier=2
-"""
 
 
 def why_no_slurm() -> str | None:
@@ -188,10 +155,11 @@ class Cluster:
     def _write_files(self) -> None:
         places = list(zip(HOSTS, self.network.addresses, strict=True))
         nodes = [f"NodeName={name} NodeAddr={address} CPUs={NUM_CPUS} RealMemory=1000" for name, address in places[1:]]
+        conf = Path(__file__).with_suffix(".conf").read_text()
         files = {
             "hosts": "".join(f"{address} {name}\n" for name, address in [("localhost", "127.0.0.1"), *places]),
             "resolv.conf": "nameserver 127.0.0.1\n",  # refuses at once: no node has a name server
-            "slurm.conf": _CONF.format(folder=self.folder, nodes="\n".join(nodes)),
+            "slurm.conf": conf.format(folder=self.folder, nodes="\n".join(nodes)),
             "cgroup.conf": "CgroupPlugin=cgroup/v1\n",  # v2 needs systemd. Nothing uses either
         }
         for name, text in files.items():
