@@ -26,7 +26,7 @@ from tests.support.fake_device import FakeAccelerator
 from tests.support.netns import needs_hosts, run_on_hosts
 from tests.support.scenarios import INTERPRETED
 from tests.support.training import attempt
-from torchring import cli, doctor
+from torchring import doctor
 from torchring.bench.netns import INTERFACE, Network
 from torchring.doctor import checks, facts, rank, training
 from torchring.doctor.report import PathFacts, RankFacts, Report, StoreFacts, TrainingFacts, show, verdict
@@ -289,13 +289,6 @@ def test_a_rank_starts_no_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.delenv("MASTER_ADDR")
     assert doctor.main([]) == 1
     assert "MASTER_ADDR not set" in capsys.readouterr().err
-
-
-def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ("-np 0", "--timeout inf", "-H a:1 -np 2", "--jsn", "-np 2 train.py"):
-        with contextlib.suppress(SystemExit):
-            assert cli.main(["doctor", *arguments.split()]) == 2
-        assert capsys.readouterr().err.startswith(("torchring doctor: ", "torchring run: ")), arguments
 
 
 # Starting ranks

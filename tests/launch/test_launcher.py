@@ -1,24 +1,35 @@
-"""`torchring` as a command: what ranks of `torchring run` are told, wrong command lines, and `torchring bench`."""
+"""`torchring` as a command: what ranks of `torchring run` are told, wrong command lines, and `torchring bench`.
 
+usage_errors.txt has wrong command lines, each with what is said of it. After a new line,
+
+python -m tests.launch.test_launcher      writes it anew; look at the differences
+"""
+
+import contextlib
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.support import commands
 from tests.support.commands import Launcher, run_python
-from tests.support.documents import ROOT, blocks
+from tests.support.documents import ROOT, blocks, golden
 from tests.support.harness import patient, wait_until
 from torchring import cli
 from torchring.placement import bind
 
 # Of the package, by README's script on one host. These numbers only fall.
 MOST_FILES_LOADED, MOST_LINES_LOADED = 84, 13_900
+
+USAGE_ERRORS = Path(__file__).with_name("usage_errors.txt")
 
 REPORT = """
 import json, os, sys
@@ -178,29 +189,30 @@ for line, code in {lines}:
 # Command lines, in this process: what is wrong ends before anything is started
 
 
-def called(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def exit_code(arguments: list[str]) -> int:
     try:
-        code = cli.main(arguments)
+        return cli.main(arguments)
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    return code, *capsys.readouterr()
+        return error.code if isinstance(error.code, int) else 1
 
 
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("", "torchring: say which command: run, doctor, report, top, manifest, bench"),
-        ("walk", "torchring: there is no command 'walk'"),
-        ("rnu", "torchring: there is no command 'rnu'; did you mean run?"),
-        ("run", "torchring run: say which script to run"),
-        ("run -np", "torchring run: argument -np/-n/--num-proc/--nproc-per-node: expected one argument"),
-        ("manifest slurm", "torchring manifest: the following arguments are required: JOB.YAML"),
-        ("top --evry=3 x", "torchring top: unrecognized arguments: --evry=3; did you mean --every?"),
-    ],
-)
-def test_a_usage_error_says_where_help_is(line: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    hint = f"`{complaint.partition(':')[0]} --help` shows what can be given"
-    assert called(line.split(), capsys) == (2, "", f"{complaint}\n{hint}\n")
+def called(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    return exit_code(arguments), *capsys.readouterr()
+
+
+def complaint(line: str) -> str:
+    """What a command says of a line that it does not take. Nothing is started, and there is a train.py."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = exit_code(line.split())
+    assert (code, out.getvalue()) == (2, ""), line
+    return re.sub(r" \(choose from .*\)", "", err.getvalue())  # releases of Python have other quotes there
+
+
+def test_a_usage_error_is_one_sentence_that_says_where_help_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    expected = golden(USAGE_ERRORS)
+    assert {line: complaint(line) for line in expected} == expected
 
 
 def test_the_command_is_installed() -> None:
@@ -236,3 +248,11 @@ def test_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     message = "torchring bench: cannot start /nowhere/python: No such file or directory\n"
     assert called(["bench", "one"], capsys) == (2, "", message)
+
+
+if __name__ == "__main__":
+    lines = golden(USAGE_ERRORS)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        Path("train.py").touch()
+        USAGE_ERRORS.write_text("".join(f"=== {line}\n{complaint(line)}" for line in lines), encoding="utf-8")

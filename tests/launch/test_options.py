@@ -156,61 +156,6 @@ def test_options_of_elastic_jobs(line: str, limits: Limits, slots: int, started:
     assert started == [{"command": [__file__, "--max-np", "x"], "limits": limits, "slots": slots}]
 
 
-NUMBER = "argument -np/-n/--num-proc/--nproc-per-node: needs a number of processes, 1 or more, got {!r}"
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("-H a:x", "torchring run: -H takes host:slots,host:slots,..., got 'a:x'\n"),
-        ("--hostfile /nowhere/hosts", "torchring run: cannot read the host file '/nowhere/hosts': "),
-        *[(f"--num-proc={text}", NUMBER.format(text)) for text in ("0", "-1", "-3", "many", "2.5", "", "0x2")],
-        ("-np 1 --quiet", "--quiet drops what processes print"),
-        ("-np 1 --launcher horse", "argument --launcher: invalid choice: 'horse'"),
-        *[(f"-np 1 --env {setting}", "argument --env: ") for setting in ("K", "2K=V", "RANK=3")],
-        ("", "say how many processes"),
-        ("-H a --hostfile b", "not allowed with"),
-        # misspelt, and not taken for what they are the beginning of
-        *[(f"-np 1 {words}", f"arguments: {words}\n") for words in ("--wrong", "--pool=2")],
-        ("-np 1 --tag-outpu", "arguments: --tag-outpu; did you mean --tag-output?"),
-        ("--nproc_pernode=1", "arguments: --nproc_pernode=1; did you mean --nproc-per-node?"),
-        ("-np 1 --launcher mpirun", "mpirun starts ranks by itself: mpirun -np N"),
-        ("-np 1 --nnodes 2", "--nnodes: torchring run starts the processes of all hosts: name them with -H"),
-        # horovodrun's
-        ("-np 1 -p 0", "needs a TCP port, 1 to 65535, got '0'"),
-        ("-np 1 --cycle-time-ms -1", "needs a number, 0 or more, got '-1'"),
-        ("-np 1 --fusion-threshold-mb 1.5", "needs a whole number of megabytes"),
-        ("-np 1 --network-interface eth0,", "needs names of network interfaces"),
-        ("-np 1 --config-file a.yaml", "unrecognized arguments: --config-file"),
-        ("--launcher srun", "starts processes inside an allocation of Slurm, and this is none: SLURM_JOB_NODELIST or"),
-        ("--launcher srun --elastic", "Use it in a script for sbatch, or after salloc"),
-        # of elastic jobs
-        ("-np 4 --min-np 3 --max-np 2", "--min-np 3 is more than --max-np 2"),
-        ("-np 1 --min-np 2", "-np 1 is less than --min-np 2"),
-        ("-np 3 --max-np 2", "-np 3 is more than --max-np 2"),
-        ("--elastic", "say how many workers"),
-        ("--elastic -np 2 --bind core", "--bind is not for elastic jobs, whose processes change"),
-        ("--elastic -np 3 -H localhost:2", "-np 3 is more than the 2 slots of localhost:2"),
-        ("--min-np 3 -H localhost:2", "--min-np 3 is more than the 2 slots"),
-        ("-np 2 --stall-timeout 3 --slots 1", "--stall-timeout, --slots: of a meaning with --elastic only"),
-        ("--elastic -np 2 --slots 2", "--slots is for hosts that a discovery script prints"),
-        ("--discover ./nowhere", "there is no discovery script './nowhere'"),
-        (f"--discover {__file__}", "is not an executable file: chmod +x"),
-        ("--elastic -H 192.0.2.1 --launcher local", "launcher 'local' starts nothing on 192.0.2.1"),
-        ("--elastic -np 2 --blacklist-cooldown-range 3 2", "takes the shorter time first, got 3 2"),
-        ("--discover true -H a", "not allowed with"),
-    ],
-)
-def test_wrong_options(line: str, complaint: str, capsys: pytest.CaptureFixture[str], started: Started) -> None:
-    assert run(*line.split(), __file__) == 2
-    out, err = capsys.readouterr()
-    assert err.startswith("torchring run: ")
-    assert err.count("\n") <= 2
-    assert complaint in err
-    assert (out, started) == ("", [])
-    assert "_positive" not in err, "a name of ours, which says nothing to a user"
-
-
 @pytest.mark.parametrize(
     ("line", "code", "hint"),
     [
@@ -233,19 +178,6 @@ def test_hints_after_a_failure(
     (tmp_path / "train.py").write_text("import torch\nimport horovod.torch as hvd\n")
     assert run(*line.split(), str(tmp_path / "train.py")) == code
     assert capsys.readouterr().err == (f"torchring run: {hint}\n".format(tmp_path / "train.py") if hint else "")
-
-
-def test_missing_script_is_2_with_a_plain_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("")
-    for line, complaint in [
-        (f"{tmp_path}/nowhere.py", f"there is no script '{tmp_path}/nowhere.py'"),
-        (f"{tmp_path}", f"'{tmp_path}' is a directory without a __main__.py"),
-        (f"{tmp_path}/trian.py", f"there is no script '{tmp_path}/trian.py'; did you mean train.py?"),
-    ]:
-        assert run("-np", "2", *line.split()) == 2
-        assert capsys.readouterr() == ("", f"torchring run: {complaint}\n")
-    assert run("-np", "2", "--trace", __file__) == 2
-    assert f"say which script to run: {__file__} was taken for --trace DIR\n" in capsys.readouterr().err
 
 
 # ---- horovodrun's

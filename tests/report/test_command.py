@@ -50,18 +50,6 @@ def test_the_verdict_comes_first_and_the_page_is_written(
     assert "\x1b" not in out
 
 
-def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    for line, said in {
-        "": "the following arguments are required: DIR",
-        "d --bandwidth fast": "needs a number of Gbit/s, such as 10, got 'fast'",
-        "d --bandwidth 0": "such as 10, got '0'",
-        "d --html x --no-html": "not allowed with",
-    }.items():
-        with pytest.raises(SystemExit, match="2"):
-            main(["report", *line.split()])
-        assert said in capsys.readouterr().err
-
-
 def test_what_cannot_be_read_is_one_sentence(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (empty := tmp_path / "empty").mkdir()
     gone = folder / "gone" / "table.csv"
