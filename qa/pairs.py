@@ -80,7 +80,7 @@ def _ways(text: str) -> list[tuple[str, str]]:
     return [(part.split("=")[0], part.split("=")[1]) for part in text.split(" + ")]
 
 
-_NOT_IN_JOIN: Final = ("ValueError", "inside torchring.join()")
+_NOT_IN_JOIN: Final = ("step=closure", "collectives=script|thread", "norm=sync", "groups=added", "forwards=update_bn")
 _NEEDS_ENGINE: Final = ("ValueError", "does not work with a process set")
 
 # What is refused: (class of the error, words of its text).
@@ -88,12 +88,8 @@ REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
     ("owned=forgotten", ("GradientError", "get gradients that nobody reduces: each rank would train alone")),
     ("owned=replaced", ("GradientError", "is not a parameter of the model any more")),
     ("dtype=changed", ("GradientError", "is not what it was when it was wrapped")),
-    ("data=join + step=closure", _NOT_IN_JOIN),
-    ("data=join + collectives=script|thread", _NOT_IN_JOIN),
-    ("data=join + norm=sync", _NOT_IN_JOIN),
-    ("data=join + groups=added", _NOT_IN_JOIN),
+    *((f"data=join + {ways}", ("ValueError", "inside torchring.join()")) for ways in _NOT_IN_JOIN),
     ("data=join + shard=yes", ("ValueError", "torchring.join() does not work with shard=True")),
-    ("data=join + forwards=update_bn", _NOT_IN_JOIN),
     ("shard=yes + step=closure", ("ValueError", "step(closure) does not work with shard=True")),
     ("shard=yes + step=sam", ("ValueError", "shard=True does not work with Sam")),
     ("step=closure + nonfinite=skip", ("ValueError", "step(closure) does not work with on_nonfinite='skip'")),
@@ -110,8 +106,11 @@ REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
 )
 
 _ENDED: Final = "no forward of a rank that skips takes part in the statistics of the others"
-_NO_OPTION: Final = "Horovod's optimizer has no such option"
-_NOT_ALL: Final = "this needs all ranks, and one is not in the process set"
+_OPTIONS: Final = (
+    *("buckets=tiny", "owned=ignored", "shard=yes", "op=sum", "overlap=thread", "algorithm=ring|native|hierarchical"),
+    *("nonfinite=skip", "buffers=average", "forwards=update_bn"),
+)
+_OF_ALL: Final = ("norm=sync", "collectives=script|thread", "data=join")
 
 # Which pairs cannot meet, or have no result that is right, and why.
 APART: Final[dict[Ways, str]] = _table(
@@ -125,18 +124,8 @@ APART: Final[dict[Ways, str]] = _table(
     ("norm=sync + skip=one", _ENDED),
     ("norm=sync + skip=with forward", "forward without backward leaves the layers of the others waiting"),
     ("step=sam + norm=sync", "a rank's own ascent has parts of what the other ranks lose"),
-    ("api=horovod|process set + buckets=tiny", _NO_OPTION),
-    ("api=horovod|process set + owned=ignored", _NO_OPTION),
-    ("api=horovod|process set + shard=yes", _NO_OPTION),
-    ("api=horovod|process set + op=sum", _NO_OPTION),
-    ("api=horovod|process set + overlap=thread", _NO_OPTION),
-    ("api=horovod|process set + algorithm=ring|native|hierarchical", _NO_OPTION),
-    ("api=horovod|process set + nonfinite=skip", _NO_OPTION),
-    ("api=horovod|process set + buffers=average", _NO_OPTION),
-    ("api=horovod|process set + forwards=update_bn", _NO_OPTION),
-    ("api=process set + norm=sync", _NOT_ALL),
-    ("api=process set + collectives=script|thread", _NOT_ALL),
-    ("api=process set + data=join", _NOT_ALL),
+    *((f"api=horovod|process set + {ways}", "Horovod's optimizer has no such option") for ways in _OPTIONS),
+    *((f"api=process set + {ways}", "this needs all ranks, and one is not in the process set") for ways in _OF_ALL),
 )
 
 

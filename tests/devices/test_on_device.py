@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -60,13 +60,13 @@ class Case(NamedTuple):
     algorithm: str
     compression: str | None = None
     op: str = "mean"
-    hosts: tuple[int, ...] = (0, 0, 0)
+    hosts: tuple[int, ...] = (0, 0)
     mode: str = "late"
     overlap: str = "auto"
     dtype: torch.dtype = torch.float32
 
 
-_OF_TWO = [
+_CASES = [
     Case("direct"),
     Case("direct", "fp16"),
     Case("direct", "bf16", "sum"),
@@ -76,10 +76,8 @@ _OF_TWO = [
     Case("native", "bf16", "sum", dtype=torch.bfloat16),
     Case("native", hosts=(0, 1)),
     Case("hierarchical", "bf16", hosts=(0, 1)),
-]
-_OF_THREE = [
-    Case("direct"),
-    Case("ring", "fp16", "sum"),
+    Case("direct", hosts=(0, 0, 0)),
+    Case("ring", "fp16", "sum", hosts=(0, 0, 0)),
     Case("native", "fp16", "sum", hosts=(0, 1, 2)),
     Case("hierarchical", op="sum", hosts=(0, 0, 1)),
     Case("hierarchical", "fp16", "sum", hosts=(0, 1, 1)),
@@ -99,7 +97,9 @@ def _parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     return [nn.Parameter(t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t) for t in tensors]
 
 
-def _reduce_exactly(case: Case, rank: int, size: int) -> str:
+@scenario(_CASES, size=lambda case: len(case.hosts), smoke=[Case("direct", "fp16")])
+def test_ranks_reduce_exactly(case: Case, rank: int) -> str:
+    size = len(case.hosts)
     host_module._host_identity = lambda: f"host {case.hosts[rank]}"
     with device(case.mode):
         parameters = _parameters(case.dtype)
@@ -126,16 +126,6 @@ def _reduce_exactly(case: Case, rank: int, size: int) -> str:
         assert stats.num_buckets > 1
         assert stats.communication_ms > 0
         return digest(parameters)
-
-
-@scenario(_OF_TWO, smoke=[Case("direct", "fp16")])
-def test_two_ranks_reduce_exactly(case: Case, rank: int) -> str:
-    return _reduce_exactly(case, rank, 2)
-
-
-@scenario(_OF_THREE, size=3)
-def test_three_ranks_reduce_exactly(case: Case, rank: int) -> str:
-    return _reduce_exactly(case, rank, 3)
 
 
 def test_the_comparison_can_fail() -> None:
@@ -171,7 +161,8 @@ def _of_cpu(about: str, name: str) -> tuple[Script, tuple[Any, ...]]:
     return script, tuple(args)
 
 
-_SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {
+Scripts = Mapping[str, tuple[Script, tuple[Any, ...], float]]
+_SCRIPTS: Scripts = {
     **scripts.ON_DEVICES,
     **dict.fromkeys(("two models", "two models, one on the CPU"), (*_of_cpu("several", "models"), 1e-9)),
     "own gradients": (*_of_cpu("gradients of the script", "with other strides"), 1e-9),
@@ -180,21 +171,26 @@ _SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {
 }
 
 
-def _check_script(results: list[Any], name: str) -> None:
-    script, args, tolerance = _SCRIPTS[name]
+def check_script(scripts: Scripts, results: list[Any], name: str) -> None:
+    script, args, tolerance = scripts[name]
     assert_as_one_process(script, *args, tolerance=tolerance, run=lambda *_: results)
 
 
-@scenario(
-    _SCRIPTS, check=_check_script, smoke=["unused on some ranks", "no_sync", "kept gradients", "own gradients, bf16"]
-)
-def test_what_holds_on_the_cpu_holds_on_a_device(name: str, rank: int) -> Sequence[Any]:
-    script, args, _ = _SCRIPTS[name]
+def run_script(scripts: Scripts, name: str, side: Side) -> Sequence[Any]:
+    script, args, _ = scripts[name]
     stream = "another" if "side stream" in name else COMPUTE
     # Where GradScaler asks the host whether to step: a fused optimizer's kernels decide.
     not_waiting = mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step") if "fused" in name else nullcontext()
     with device() as accelerator, accelerator.on_stream(stream), not_waiting:
-        return script((OneOnCpu if "CPU" in name else DeviceSide)((rank,), True), *args)
+        return script(side, *args)
+
+
+_SMOKE = ["unused on some ranks", "no_sync", "kept gradients", "own gradients, bf16"]
+
+
+@scenario(_SCRIPTS, check=functools.partial(check_script, _SCRIPTS), smoke=_SMOKE)
+def test_what_holds_on_the_cpu_holds_on_a_device(name: str, rank: int) -> Sequence[Any]:
+    return run_script(_SCRIPTS, name, (OneOnCpu if "CPU" in name else DeviceSide)((rank,), True))
 
 
 @scenario()

@@ -44,50 +44,40 @@ def _run_main(rank: int, size: int, words: list[str], options: dict[str, str]) -
     return exit_code, out.getvalue(), err.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "words", "options", "exit_code", "said"),
-    [
-        (
-            1,
-            DIGITS,
-            {},
-            1,
-            [
-                r"accuracy +(8\d|9\d|100)\.\d+% of 360 test images",
-                "algorithm +none, inline, 0 bytes",
-                "the accuracy should have reached 200%",
-            ],
-        ),
-        (
-            2,
-            GPT,
-            {},
-            0,
-            [
-                r"on 2 rank\(s\)",
-                r"step +0 +loss 5\.\d+ .*\nstep +39 +loss [012]\.",
-                r"validation loss +[45]\.\d+ before, [012]\.\d+ after",
-                "the model writes:\n",
-            ],
-        ),
-        # With weights, gradients are those of all tokens. The plain mean is far from these, and trains otherwise.
-        (
-            2,
-            SEQUENCES,
-            {},
-            0,
-            [
-                r"2 rank\(s\) x 16 lines",
-                r"largest distance from reference +\d\.\de-0[6-9] +[1-9]\.\de-01\n",
-                r"held-out loss per token +([\d.]+) +(?!\1)",
-            ],
-        ),
-        (2, DDP, {"op": "sum"}, 1, [r"torchring does not compute what DDP computes: step \d+: loss"]),
+# What rank 0 of each example prints.
+SAID = {
+    "digits": [
+        r"accuracy +(8\d|9\d|100)\.\d+% of 360 test images",
+        "algorithm +none, inline, 0 bytes",
+        "the accuracy should have reached 200%",
     ],
-    ids=["digits", "GPT", "sequences", "sums against DDP"],
+    "GPT": [
+        r"on 2 rank\(s\)",
+        r"step +0 +loss 5\.\d+ .*\nstep +39 +loss [012]\.",
+        r"validation loss +[45]\.\d+ before, [012]\.\d+ after",
+        "the model writes:\n",
+    ],
+    # With weights, gradients are those of all tokens. The plain mean is far from these, and trains otherwise.
+    "sequences": [
+        r"2 rank\(s\) x 16 lines",
+        r"largest distance from reference +\d\.\de-0[6-9] +[1-9]\.\de-01\n",
+        r"held-out loss per token +([\d.]+) +(?!\1)",
+    ],
+    "sums against DDP": [r"torchring does not compute what DDP computes: step \d+: loss"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "words", "options", "exit_code"),
+    [
+        ("digits", 1, DIGITS, {}, 1),
+        ("GPT", 2, GPT, {}, 0),
+        ("sequences", 2, SEQUENCES, {}, 0),
+        ("sums against DDP", 2, DDP, {"op": "sum"}, 1),
+    ],
 )
 def test_what_an_example_prints_and_how_it_ends(
-    num_ranks: int, words: list[str], options: dict[str, str], exit_code: int, said: list[str]
+    name: str, num_ranks: int, words: list[str], options: dict[str, str], exit_code: int
 ) -> None:
     """Ranks other than 0 print nothing. Where stdout is no terminal, nobody draws a progress bar."""
     results = run_ranks(_run_main, num_ranks, words, options, launcher_env=num_ranks > 1, deadline=90)
@@ -95,7 +85,7 @@ def test_what_an_example_prints_and_how_it_ends(
     assert all(stdout == "" for _, stdout, _ in results[1:]), results
     _, stdout, stderr = results[0]
     assert "\x1b" not in stdout
-    for pattern in said:
+    for pattern in SAID[name]:
         assert re.search(pattern, stdout + stderr, re.DOTALL), (pattern, stdout, stderr)
 
 

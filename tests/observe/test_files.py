@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.traces import encode, simulate, write
+from tests.support.traces import encode, simulate, with_facts, write
 from torchring.observe.recorder import files
 from torchring.observe.recorder.files import FORMAT, TraceError, find, path_of, read
 from torchring.observe.recorder.records import RankTrace, RunInfo, decode
@@ -56,8 +56,7 @@ def test_what_is_no_number_or_text_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, trace)
     wrong: dict[str, Any] = {"rank": "0", "size": None, "num_cores": True, "host": 7, "options": []}
     for name, value in wrong.items():
-        run_info = dataclasses.replace(trace.run_info, **{name: value})
-        files.write(path, dataclasses.replace(trace, run_info=run_info), [])
+        files.write(path, with_facts(trace, **{name: value}), [])
         with pytest.raises(TraceError, match=f"no trace: {name} is "):
             read(path)
 
@@ -65,9 +64,7 @@ def test_what_is_no_number_or_text_is_named(tmp_path: Path) -> None:
 def test_text_of_a_trace_gives_a_terminal_no_orders(tmp_path: Path) -> None:
     trace = simulate(1, 1)[0]
     parameters = tuple(each._replace(name="\x1b]0;title\x07") for each in trace.run_info.parameters)
-    run_info = dataclasses.replace(
-        trace.run_info, host="\x1b[31mred\u202e", options={"a\nb": "\udcff"}, parameters=parameters
-    )
-    read_again = read(write(tmp_path, dataclasses.replace(trace, run_info=run_info))).run_info
+    named = with_facts(trace, host="\x1b[31mred\u202e", options={"a\nb": "\udcff"}, parameters=parameters)
+    read_again = read(write(tmp_path, named)).run_info
     assert (read_again.host, read_again.options) == ("\ufffd[31mred\ufffd", {"a b": "\ufffd"})
     assert read_again.parameters[0].name == "\ufffd]0;title\ufffd"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.documents import golden
-from tests.support.traces import simulate, write
+from tests.support.traces import simulate, with_facts, write
 from torchring.cli import main
 from torchring.report import command
 
@@ -94,7 +94,7 @@ def test_what_other_programs_get(tmp_path: Path) -> None:
 
 def test_a_host_name_is_no_formula(tmp_path: Path) -> None:
     (trace,) = simulate(1, 2)
-    write(tmp_path, dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, host="=HYPERLINK(1)")))
+    write(tmp_path, with_facts(trace, host="=HYPERLINK(1)"))
     assert main(["report", str(tmp_path), "--no-html", "--csv", str(tmp_path / "table.csv")]) == 0
     assert "0,0,'=HYPERLINK(1)," in (tmp_path / "table.csv").read_text()
 

@@ -14,7 +14,7 @@ from torch import nn
 import torchring
 from tests.support.harness import run_pooled, run_ranks
 from tests.support.netns import needs_hosts, run_on_hosts
-from tests.support.traces import decoded
+from tests.support.traces import decoded, with_facts
 from torchring import default_world as world_module
 from torchring.bench.netns import Network
 from torchring.observe.recorder.records import RankTrace
@@ -87,7 +87,7 @@ def _steps(model: nn.Module, optimizer: Any, samples: torch.Tensor, num_steps: i
         optimizer.step()
     trace = decoded(*recorder_of(world_module.default_world()).trace())
     # The process has run other tests before: it says nothing about how long a start takes.
-    return dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, process_began=0))
+    return with_facts(trace, process_began=0)
 
 
 def _find(fault: str, *expected: tuple[str, int | None], run: Callable[..., list[RankTrace]] = run_pooled) -> Verdict:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.documents import golden
-from tests.support.traces import MS, simulate
+from tests.support.traces import MS, simulate, with_facts
 from torchring.observe.recorder.records import (
     Arrivals,
     BucketRecord,
@@ -115,8 +115,7 @@ def changed(job: Job, ranks: Sequence[int] = range(64), run_info: dict[str, Any]
     def traces() -> list[RankTrace]:
         return [
             dataclasses.replace(
-                trace,
-                run_info=dataclasses.replace(trace.run_info, **(run_info or {})),
+                with_facts(trace, **(run_info or {})),
                 steps=tuple(dataclasses.replace(step, **of_steps) for step in trace.steps),
             )
             if trace.run_info.rank in ranks
@@ -203,8 +202,8 @@ def of_gan() -> list[RankTrace]:
                 first = [dataclasses.replace(step.buckets[0], index=i, num_bytes=size) for i, size in enumerate(of_d)]
                 own = dataclasses.replace(step.buckets[0], optimizer=1)
                 steps[number] = dataclasses.replace(step, buckets=(*first, own))
-        run_info = dataclasses.replace(d.run_info, parameters=(*d.run_info.parameters, of_g))
-        traces.append(dataclasses.replace(d, run_info=run_info, steps=tuple(steps)))
+        both = with_facts(d, parameters=(*d.run_info.parameters, of_g))
+        traces.append(dataclasses.replace(both, steps=tuple(steps)))
     return traces
 
 

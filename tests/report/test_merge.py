@@ -5,16 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.traces import MS, simulate, write
+from tests.support.traces import MS, simulate, with_facts, write
 from torchring.observe.recorder.files import TraceError, path_of, read
 from torchring.observe.recorder.records import ClockOffset, RankTrace, RunInfo
 from torchring.report.command import main
 from torchring.report.model.merge import load, merge
 from torchring.report.verdict.analysis import analyse
-
-
-def run_info(trace: RankTrace, **changes: object) -> RankTrace:
-    return dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, **changes))
 
 
 def test_clocks_that_are_5_seconds_apart_or_drift_are_aligned() -> None:
@@ -54,8 +50,8 @@ def test_a_torn_file_and_a_missing_rank_are_named_and_the_rest_is_shown(tmp_path
 def test_how_a_job_ended(tmp_path: Path) -> None:
     """A rank that was killed has the steps that it wrote last. As long as no rank has ended, the job may run."""
     whole = simulate(3, 60)
-    killed = [run_info(dataclasses.replace(each, steps=each.steps[40:]), ended_by="") for each in whole]
-    lost = run_info(whole[1], ended_by="PeerLostError: rank 2 is gone")
+    killed = [with_facts(dataclasses.replace(each, steps=each.steps[40:]), ended_by="") for each in whole]
+    lost = with_facts(whole[1], ended_by="PeerLostError: rank 2 is gone")
     for traces, problems, ended_badly in (
         (whole, (), ""),
         (
@@ -86,7 +82,7 @@ def test_a_rank_waits_for_ranks_of_its_group(tmp_path: Path, capsys: pytest.Capt
     traces = simulate(4, 20, input_ms=[2.0, 2.0, 2.0, 30.0])
     for rank, trace in enumerate(traces):
         here = {"ranks": groups[rank % 2], "algorithm": "direct", "overlap": "inline", "options": {}, "clock": []}
-        write(tmp_path, run_info(trace, groups={"0": here}))
+        write(tmp_path, with_facts(trace, groups={"0": here}))
     even, odd = map(analyse, load(tmp_path))
     assert (even.job.group, odd.job.group) == tuple(groups)
     assert [wait.awaited for wait in odd.waits] == [3]
@@ -99,7 +95,7 @@ def test_a_rank_waits_for_ranks_of_its_group(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "steps-2.csv").exists()
     for trace in traces:
         both = (*trace.run_info.parameters, *(each._replace(optimizer=1) for each in trace.run_info.parameters))
-        write(tmp_path, run_info(read(path_of(tmp_path, trace.run_info.rank)), parameters=both))
+        write(tmp_path, with_facts(read(path_of(tmp_path, trace.run_info.rank)), parameters=both))
     assert [job.group for job in load(tmp_path)] == [(), *groups]
     assert not any(analyse(job).predictions for job in load(tmp_path)), "times of both are in one another"
 

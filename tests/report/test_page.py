@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.traces import MS, shifted, simulate
+from tests.support.traces import MS, shifted, simulate, with_facts
 
 pytest.importorskip("plotly", reason="needs plotly: pip install 'torchring[report]'")
 
@@ -114,7 +114,7 @@ def test_text_of_users_is_only_text() -> None:
     parameters = [each._replace(name=f"</script>{BAD}{i}") for i, each in enumerate(first.run_info.parameters)]
     texts: dict[str, Any] = dict.fromkeys(("host", "algorithm", "reason"), BAD)
     texts |= {"options": {BAD: BAD}, "versions": {BAD: BAD}, "parameters": tuple(parameters)}
-    traces = [dataclasses.replace(it, run_info=dataclasses.replace(it.run_info, **texts)) for it in (first, *others)]
+    traces = [with_facts(it, **texts) for it in (first, *others)]
     page = without_plotly(page_of(dataclasses.replace(analyse(merge(traces)), problems=(BAD,))))
     assert "<img" not in page
     assert page.count("<script") == page.count("</script>") == len(FIGURES) + 3  # two of the library

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.traces import MS, simulate
+from tests.support.traces import MS, simulate, with_facts
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace
 from torchring.report.model.bucket_layout import layout_between_hosts, layout_with
@@ -51,7 +51,7 @@ def test_one_rank_predicts_with_a_network_that_is_given() -> None:
     mib = 1 << 20
     (trace,) = simulated(1, bucket_mb=[], noise=0.0)
     parameters = tuple(ParameterRecord(str(i), 6 * mib, -1) for i in range(10))
-    alone = dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, parameters=parameters, options={}))
+    alone = with_facts(trace, parameters=parameters, options={})
     assert layout_between_hosts(merge([alone])) == (
         (6 * mib, 30 * mib, 18 * mib, 6 * mib),
         pytest.approx((0.1, 0.6, 0.9, 1.0)),
@@ -77,8 +77,7 @@ def test_buckets_are_predicted_as_wrap_makes_them(compression: str | None, dtype
     (trace,) = simulated(1, bucket_mb=[])
     records = tuple(ParameterRecord("", size, 0, name) for size, name in zip(num_bytes, names, strict=True))
     ready = tuple(60 * MS * (len(records) - i) // len(records) for i in range(len(records)))
-    facts = dataclasses.replace(trace.run_info, parameters=records)
-    job = merge([dataclasses.replace(trace, run_info=facts, arrivals=(Arrivals(60 * MS, ready),))])
+    job = merge([dataclasses.replace(with_facts(trace, parameters=records), arrivals=(Arrivals(60 * MS, ready),))])
     kinds = [getattr(torch, name) for name in names]
     specs = [
         ParameterSpec(str(i), (each // kind.itemsize,), (1,), kind, torch.device("cpu"))

@@ -1,6 +1,5 @@
 """`torchring top` shows what live files say, and ends when the job has ended."""
 
-import dataclasses
 import os
 import re
 import signal
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.traces import simulate, write
+from tests.support.traces import simulate, with_facts, write
 from torchring import cli
 from torchring.observe.recorder.files import path_of
 from torchring.observe.recorder.records import RankTrace
@@ -19,8 +18,7 @@ from torchring.report.show import top
 
 def write_live(folder: Path, traces: Sequence[RankTrace], age: float = 0.0) -> None:
     for trace in traces:
-        run_info = dataclasses.replace(trace.run_info, ended_by="", written_at=time.time() - age)
-        write(folder, dataclasses.replace(trace, run_info=run_info))
+        write(folder, with_facts(trace, ended_by="", written_at=time.time() - age))
 
 
 def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,8 +43,7 @@ def test_a_killed_rank_leaves_its_last_steps_behind(tmp_path: Path) -> None:
     survivor, killed = simulate(2, 50)
     write_live(tmp_path, [survivor, killed], age=5)
     assert not top.look(tmp_path).is_over
-    run_info = dataclasses.replace(survivor.run_info, ended_by="rank 1 is gone", written_at=time.time() - 4)
-    write(tmp_path, dataclasses.replace(survivor, run_info=run_info))
+    write(tmp_path, with_facts(survivor, ended_by="rank 1 is gone", written_at=time.time() - 4))
     assert top.look(tmp_path).is_over
 
 
@@ -62,7 +59,7 @@ def test_a_job_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_ends_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Files come and change while it looks: nothing, torn, the last steps, and then the whole trace."""
     error, other = simulate(2, 50)
-    lost = dataclasses.replace(error, run_info=dataclasses.replace(error.run_info, ended_by="rank 1 is gone"))
+    lost = with_facts(error, ended_by="rank 1 is gone")
     stages: Iterator[Callable[[], object]] = iter(
         [
             lambda: path_of(tmp_path, 0).write_bytes(b"torn"),

@@ -1,7 +1,7 @@
 """Sharded steps on a fake device, whose streams are as late as allowed, in kernels that are interpreted."""
 
+import functools
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 import torchring
+from tests.devices.test_on_device import check_script, run_script
 from tests.optimizer.test_semantics import CASES
 from tests.sharding.test_step import Net, compare_twins, compare_whole_parameters
-from tests.support.fake_device import COMPUTE, FakeAccelerator
+from tests.support.fake_device import FakeAccelerator
 from tests.support.scenarios import Scenarios, device
 from tests.support.scripts import ON_DEVICES
-from tests.support.training import ShardedSide, assert_as_one_process, attempt
+from tests.support.training import ShardedSide, attempt
 from torchring.devices.engines import Engine
 from torchring.errors import PeerTimeoutError
 from torchring.memory import host as host_module
@@ -44,48 +45,28 @@ class _Small(Net):
         self.large, self.back = nn.Linear(8, 301), nn.Linear(301, 5)
 
 
-def _as_without_shard(rank: int, kinds: Sequence[str], algorithm: str, hosts: Sequence[int]) -> None:
+_TWINS: dict[str, tuple[Any, ...]] = {
+    "direct": (["AdamW fused", "ASGD"], "direct", (0, 0)),
+    "ring": (["Adam"], "ring", (0, 0)),
+    "native": (["AdamW"], "native", (0, 0)),
+    "direct, three": (["Adam foreach"], "direct", (0, 0, 0)),
+    "native, three": (["AdamW fused"], "native", (0, 1, 2)),
+    "hierarchical": (["AdamW"], "hierarchical", (0, 0, 1)),
+}
+
+
+@scenario(_TWINS, size=lambda name: len(_TWINS[name][2]))
+def test_ranks_train_and_go_on_as_without_shard(name: str, rank: int) -> None:
+    kinds, algorithm, hosts = _TWINS[name]
     host_module._host_identity = lambda: f"host {hosts[rank]}"
     with device() as accelerator:
         compare_twins(kinds, _Small, num_waits=lambda: accelerator.calls["synchronize"], algorithm=algorithm)
 
 
-_OF_TWO: dict[str, tuple[Any, ...]] = {
-    "direct": (["AdamW fused", "ASGD"], "direct", (0, 0)),
-    "ring": (["Adam"], "ring", (0, 0)),
-    "native": (["AdamW"], "native", (0, 0)),
-}
-_OF_THREE: dict[str, tuple[Any, ...]] = {
-    "direct": (["Adam foreach"], "direct", (0, 0, 0)),
-    "native": (["AdamW fused"], "native", (0, 1, 2)),
-    "hierarchical": (["AdamW"], "hierarchical", (0, 0, 1)),
-}
-
-
-@scenario(_OF_TWO)
-def test_two_ranks_train_and_go_on_as_without_shard(name: str, rank: int) -> None:
-    _as_without_shard(rank, *_OF_TWO[name])
-
-
-@scenario(_OF_THREE, size=3)
-def test_three_ranks_train_and_go_on_as_without_shard(name: str, rank: int) -> None:
-    _as_without_shard(rank, *_OF_THREE[name])
-
-
-def _check_script(results: list[Any], name: str) -> None:
-    script, args, tolerance = _SCRIPTS[name]
-    assert_as_one_process(script, *args, tolerance=tolerance, run=lambda *_: results)
-
-
-@scenario(_SCRIPTS, check=_check_script)
+@scenario(_SCRIPTS, check=functools.partial(check_script, _SCRIPTS))
 def test_what_scripts_rely_on(name: str, rank: int) -> Sequence[Any]:
     """Against one process that does the work of both ranks."""
-    script, args, _ = _SCRIPTS[name]
-    stream = "another" if "side stream" in name else COMPUTE
-    # Where GradScaler asks the host whether to step: a fused optimizer's kernels decide.
-    not_waiting = mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step") if "fused" in name else nullcontext()
-    with device() as accelerator, accelerator.on_stream(stream), not_waiting:
-        return script(ShardedSide((rank,), True), *args)
+    return run_script(_SCRIPTS, name, ShardedSide((rank,), True))
 
 
 @scenario(["", _APART])

@@ -51,7 +51,7 @@ class Scenarios:
     def __call__(
         self,
         cases: Iterable[Any] | None = None,
-        size: int = 2,
+        size: int | Callable[[Any], int] = 2,
         check: Callable[[list[Any], Any], None] = same_on_all_ranks,
         smoke: Sequence[Any] = (),
     ) -> Callable[[Body], Callable[..., None]]:
@@ -63,7 +63,8 @@ class Scenarios:
         def decorate(body: Body) -> Callable[..., None]:
             def register(case: Any, own: Body) -> list[pytest.MarkDecorator]:
                 name = self._name(body, case)
-                self.bodies[name], self._runs[name] = own, (size, case in smoke)
+                num_ranks = size if isinstance(size, int) else size(case)
+                self.bodies[name], self._runs[name] = own, (num_ranks, case in smoke)
                 return [pytest.mark.smoke] if case in smoke else []
 
             def test_case(case: Any) -> None:

@@ -146,6 +146,11 @@ def simulate(
     return traces
 
 
+def with_facts(trace: RankTrace, **changes: object) -> RankTrace:
+    """The same steps, of a run with other facts."""
+    return dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, **changes))
+
+
 def shifted(trace: RankTrace, num_dropped: int) -> RankTrace:
     """The same trace, with its first steps forgotten."""
     return dataclasses.replace(trace, steps=trace.steps[num_dropped:])
