@@ -96,7 +96,7 @@ def test_state_is_sent_where_it_differs_and_what_cannot_is_named(rank: int, monk
 
 @ranks(2)
 def test_a_distributed_checkpoint_of_an_optimizer_without_state_changes_nothing(rank: int) -> None:
-    """PyTorch takes a step for it, before the first step and after. optimizer/test_checkpoints.py loads one."""
+    """PyTorch takes a step for it, before the first step and after. sharding/test_checkpoints.py loads one."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.25, weight_decay=0.1), model)

@@ -425,21 +425,6 @@ def test_adding_to_a_sum_is_refused(numel: int, how: str, compression: str | Non
         rank.ledger.mark_local(0)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_sum_may_be_started_afresh(in_place: bool) -> None:
-    ranks = fake_ranks(2, 2, 1, is_sum=True)
-    backward(*ranks, values=[1.0, 1.0])
-    for rank in ranks:
-        if in_place:
-            torch._foreach_zero_([rank.gradient(0), rank.gradient(1)])
-            rank.ledger.mark_zeroed()
-        else:
-            rank.zero_grad()
-        rank.give(0, 2.0)
-    backward(*ranks, values=[3.0, 1.0])
-    assert ranks[0].gradients() == ranks[1].gradients() == [[10.0, 10.0], [2.0]]
-
-
 # What is known about a gradient
 
 

@@ -221,31 +221,6 @@ def test_large_gradients_are_exact(overlap: str, rank: int, world_size: int) -> 
     seen.clear()  # autograd's queue still has what has not run, and so the hooks
 
 
-@pytest.mark.parametrize("op", ["mean", "sum"])
-@ranks(2)
-def test_gradients_that_come_in_another_order_in_each_step(op: str, rank: int, world_size: int) -> None:
-    """Each rank uses some layers in each step, in an order of its own, and some of them twice."""
-    model = torch.nn.ModuleList(torch.nn.Linear(3, 2) for _ in range(8))
-    optimizer = wrapped(model, bucket_mb=100 / 2**20, op=op)
-
-    def loss(x: Tensor, step: int, of: int) -> Tensor:
-        chosen = torch.randint(0, 8, (9 if step else 40,), generator=torch.Generator().manual_seed(10 * step + of))
-        return torch.stack([(i + 1) * model[i](x).sum() for i in chosen.tolist()]).sum()
-
-    for step in range(12):
-        optimizer.zero_grad(set_to_none=step % 3 > 0 or op == "sum")
-        before = [parameter.grad is not None for parameter in model.parameters()]
-        loss(batch(rank, step), step, rank).backward()
-        losses = [functools.partial(loss, step=step, of=other) for other in range(world_size)]
-        mean = mean_over_ranks(losses, model, step)
-        of_step = [value * world_size if op == "sum" else value for value in mean]
-        has_grad = [was_there or value.any() for was_there, value in zip(before, of_step, strict=True)]
-        check_gradients(model, [value if has else None for value, has in zip(of_step, has_grad, strict=True)])
-        optimizer.step()
-    assert optimizer.stats().num_buckets > 2
-    assert_same_everywhere(model.parameters())
-
-
 @ranks(2)
 def test_a_new_plan_does_not_take_a_second_set_of_buffers(rank: int) -> None:
     """It is laid out when zero_grad() has let go of the old buffers."""
@@ -267,14 +242,6 @@ def test_a_new_plan_does_not_take_a_second_set_of_buffers(rank: int) -> None:
         model(exact_inputs(8, torch.float32, step).view(2, 4)).sum().backward()
         optimizer.step()
     assert num_held == [0]
-
-
-@ranks(2)
-def test_large_complex_gradients_are_exact(rank: int) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(300, 400, dtype=torch.complex64))
-    torchring.wrap(torch.optim.SGD([parameter], lr=1.0), algorithm="direct")
-    (parameter * complex(rank + 1, 2)).real.sum().backward()
-    assert_bitwise(parameter.grad, torch.full((300, 400), complex(1.5, -2)))
 
 
 # Graphs of other shapes

@@ -70,15 +70,6 @@ def test_where_a_backward_may_reach_several_optimizers_few_buckets_leave(
     assert starts(rank) == [2, 3]
 
 
-def test_at_the_end_buckets_are_filled_whose_gradients_have_not_arrived() -> None:
-    rank = buckets(3, per_bucket=2)
-    for index in (2, 3, 4):
-        rank.give(index, float(index))
-    finish(rank)
-    assert starts(rank) == [0, 1, 2]
-    assert rank.gradients() == [None, None, [2.0] * 2, [3.0] * 2, [4.0] * 2, None]
-
-
 def test_the_first_reduction_shows_the_order_of_gradients() -> None:
     rank = buckets(3)
     for order in ((2, 0, 1), (0, 1, 2)):

@@ -88,7 +88,7 @@ def _save_distributed(rank: int, size: int, kind: str, folder: str) -> None:
         place = f"{folder}/{num_steps}{shard}"
         net, optimizer = _all_trained(kind, shard)
         train(net, optimizer, range(num_steps))
-        model, state = get_state_dict(net, DistributedState(optimizer))
+        model, state = get_state_dict(net, DistributedState(optimizer) if shard else optimizer)
         dcp.save({"model": model, "optimizer": state}, checkpoint_id=f"{place}/named")
         whole = optimizer.state_dict(all_ranks=True)
         if shard:
@@ -113,9 +113,10 @@ def _load_distributed(rank: int, size: int, kind: str, folder: str) -> None:
             net.load_state_dict(whole["model"])
             torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)  # gives the groups another entry
             if way == "named":
-                _, state = get_state_dict(net, DistributedState(optimizer))
+                its = DistributedState(optimizer) if shard else optimizer
+                _, state = get_state_dict(net, its)
                 dcp.load({"optimizer": state}, checkpoint_id=f"{place}/named")
-                set_optimizer_state_dict(net, DistributedState(optimizer), state)
+                set_optimizer_state_dict(net, its, state)
             elif way == "stateful":
                 dcp.load({"optimizer": DistributedState(optimizer)}, checkpoint_id=f"{place}/stateful")
             else:
