@@ -209,9 +209,9 @@ def _freeze(net: Net, training: Training, step: int) -> None:
         net.late.zero_grad()
 
 
-@torch.no_grad()
-def _change(net: Net, training: Training, step: int) -> None:
+def _change(net: Net, training: Training, step: int, optimizers: Sequence[Any]) -> None:
     """What the script does to the model between two steps, alike on all ranks."""
+    _freeze(net, training, step)
     if training["layout"] == "transposed" and step == 1:
         net.conv.weight.data = net.conv.weight.data.to(memory_format=torch.channels_last)
     if step != 2:
@@ -222,6 +222,9 @@ def _change(net: Net, training: Training, step: int) -> None:
         net.load_state_dict({name: value * 1.5 for name, value in net.state_dict().items()})
     if training["owned"] == "replaced":
         net.top = nn.Linear(4, 2).double()
+    if training["groups"] == "added":
+        net.uses_extra = True
+        optimizers[0].add_param_group({"params": list(net.extra.parameters())})
 
 
 # On ranks
@@ -301,11 +304,7 @@ class _Script:
 
     def _step(self, s: int, step: Step) -> None:
         training, net = self.training, self.net
-        _change(net, training, s)
-        _freeze(net, training, s)
-        if training["groups"] == "added" and s == 2:
-            net.uses_extra = True
-            self.optimizers[0].add_param_group({"params": list(net.extra.parameters())})
+        _change(net, training, s, self.optimizers)
         self._zero()
         if training["copy"] == "model" and s == 1 and self.rank == 0:
             x, words, y = _random(0, 2)
@@ -492,14 +491,10 @@ def train_alone(training: Training) -> Iterator[tuple[list[Tensor], Net, list[to
     per_rank = [dict(net.named_buffers())]  # those of rank 0 are the model's
     per_rank += [{name: value.clone() for name, value in per_rank[0].items()} for _ in steps[0].micros[0].sizes[1:]]
     for s, step in enumerate(steps):
-        _change(net, training, s)
+        _change(net, training, s, optimizers)
         for value in (value for own in per_rank[1:] for value in own.values()):
             if training["load"] == "copy" and s == 2:
                 value.copy_(value * 1.5)
-        _freeze(net, training, s)
-        if training["groups"] == "added" and s == 2:
-            net.uses_extra = True
-            optimizers[0].add_param_group({"params": list(net.extra.parameters())})
         net.zero_grad()
         counting = _add_gradients(net, training, s, step, per_rank, optimizers)
         _make_equal(per_rank, counting, {name for name in per_rank[0] if _is_own(name, training, step)})

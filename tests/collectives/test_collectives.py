@@ -542,6 +542,7 @@ def test_wrong_use_is_refused_before_anything_is_sent(
     calls: Any = torchring  # with arguments that mypy would refuse
     size, ones, meta, sparse = world_size, torch.ones(6), torch.ones(2, device="meta"), torch.ones(2, 2).to_sparse()
     splits, tensors = r"splits|dimension 0", "expected a torch.Tensor"
+    every = (calls.all_reduce, calls.broadcast, calls.all_gather, calls.reduce_scatter, calls.all_to_all)
     wrong: list[tuple[type[Exception] | tuple[type[Exception], ...], str, Callable[[], Any]]] = [
         (ValueError, r"'mean'.*'average'", lambda: calls.all_reduce(ones, "average")),
         (ValueError, "MEAN", lambda: calls.all_reduce(ones, "MEAN")),
@@ -554,11 +555,7 @@ def test_wrong_use_is_refused_before_anything_is_sent(
         (TypeError, "complex64", lambda: calls.all_reduce(torch.ones(2, dtype=torch.complex64), "sum")),
         *[(TypeError, "mean", lambda dtype=dtype: calls.all_reduce(torch.ones(3, dtype=dtype))) for dtype in INTEGERS],
         (TypeError, "mean", lambda: calls.reduce_scatter(torch.ones(2, dtype=torch.int32))),
-        (ValueError, "meta", lambda: calls.all_reduce(meta)),
-        (ValueError, "meta", lambda: calls.broadcast(meta)),
-        (ValueError, "meta", lambda: calls.all_gather(meta)),
-        (ValueError, "meta", lambda: calls.reduce_scatter(meta)),
-        (ValueError, "meta", lambda: calls.all_to_all(meta)),
+        *[(ValueError, "meta", functools.partial(call, meta)) for call in every],
         (ValueError, "to_dense", lambda: calls.all_reduce(sparse, "sum")),
         (ValueError, "to_dense", lambda: calls.broadcast(sparse)),
         (ValueError, rf"0 \.\. {size - 1}, got {size}", lambda: calls.broadcast(ones, src=size)),

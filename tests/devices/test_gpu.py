@@ -364,6 +364,7 @@ def reduce_in_registered_memory() -> None:
     accelerator: Any = accelerator_of(torch.device("cuda", 0))
     backend = accelerator.open_backend(dist.HashStore(), 0, 1, 30.0)
     all_reduce(backend, torch.zeros(1, device="cuda"))
+    accelerator.synchronize()
     with mock.patch.object(nccl, "_LEAST_NCCL", 0):  # no other rank can be lost, so an older one will do
         engine = Engine("native", accelerator.register(0, backend), accelerator, 1, backend)
     free = []
