@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchring.errors import TopologyError
-from torchring.participants.module_wrappers import MODULE_WRAPPERS  # which counts from now on
+from torchring.participants.module_wrappers import MODULE_WRAPPERS, with_subclasses  # which counts from now on
 from torchring.rendezvous.environment import JOB, parent_rank, read_environment
 
 _imported_by: Final = os.getpid()
@@ -58,4 +58,5 @@ def _has_built_graphs() -> bool:
 
 def _has_used_fully_shard() -> bool:
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and bool(kind.__subclasses__())
+    # fully_shard() and replicate() make a class of each module's; replicate()'s own is none of a module.
+    return kind is not None and any(issubclass(each, torch.nn.Module) for each in with_subclasses([kind]))

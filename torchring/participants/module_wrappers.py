@@ -47,7 +47,7 @@ class ModuleWrappers:
         if self._has_searched:
             return
         self._has_searched = True
-        kinds = tuple(_with_subclasses(_kinds()))
+        kinds = tuple(with_subclasses(_kinds()))
         self._alive.update(found for found in gc.get_referrers(*kinds) if type(found) in kinds)
 
     def first_shared(self, parameters: Sequence[torch.Tensor]) -> tuple[int, str] | None:
@@ -111,10 +111,10 @@ def _loaded(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 
-def _with_subclasses(kinds: Iterable[type]) -> Iterator[type]:
+def with_subclasses(kinds: Iterable[type]) -> Iterator[type]:
     for kind in kinds:
         yield kind
-        yield from _with_subclasses(kind.__subclasses__())
+        yield from with_subclasses(kind.__subclasses__())
 
 
 def _reduced_by(wrapper: torch.nn.Module) -> Iterable[torch.Tensor]:
