@@ -243,20 +243,17 @@ def _leave_a_file(rank: int, world_size: int, folder: str | None, name: str) -> 
 
 
 @pytest.mark.usefixtures("_impatient")
-@pytest.mark.parametrize(("of", "is_blamed"), [("", True), ("cuda.shm.", False), ("nccl-", False)])
-def test_leaked_shared_memory_is_found_but_what_cuda_and_nccl_leave(of: str, is_blamed: bool) -> None:
-    file = Path("/dev/shm", f"{of}{LEFT_ON_PURPOSE}_{os.getpid()}")
-    blamed = pytest.raises(RanksFailed, match=f"left behind: file {file}")
-    try:
-        with blamed if is_blamed else contextlib.nullcontext():
-            run_ranks(_leave_a_file, 2, "/dev/shm", file.name)
-        run_ranks(_random, 1)  # and this one is clean
-    finally:
-        file.unlink()
-
-
-@pytest.mark.usefixtures("_impatient")
-def test_leaked_temporary_file_is_found_and_removed() -> None:
+def test_files_that_are_left_are_found_but_what_cuda_and_nccl_leave() -> None:
+    """The ranks' TMPDIR goes with them."""
+    for of in ("", "cuda.shm.", "nccl-"):
+        file = Path("/dev/shm", f"{of}{LEFT_ON_PURPOSE}_{os.getpid()}")
+        blamed = contextlib.nullcontext() if of else pytest.raises(RanksFailed, match=f"left behind: file {file}")
+        try:
+            with blamed:
+                run_ranks(_leave_a_file, 2, "/dev/shm", file.name)
+            run_ranks(_random, 1)  # and this one is clean
+        finally:
+            file.unlink()
     with pytest.raises(RanksFailed, match=r"left behind: file \S+/forgotten") as failure:
         run_ranks(_leave_a_file, 2, None, "forgotten")
     assert not Path(failure.value.leftovers[0].split()[1]).exists()
@@ -363,12 +360,6 @@ def test_the_body_of_a_test_runs_on_pooled_ranks_with_the_parameters_of_the_test
     with pytest.raises(RanksFailed, match="_body: 2 of 2 ranks failed") as failure:
         _body(offset=200, tmp_path=tmp_path)
     assert re.search(r"assert offset < 200\n(.*\n)*    offset = 200\n", str(failure.value))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@ranks(start=run_ranks, env={"COLOUR": "red"})
-def test_the_number_of_ranks_may_be_a_parameter_and_the_start_another(rank: int, world_size: int) -> None:
-    assert (os.environ["WORLD_SIZE"], os.environ["RANK"], os.environ["COLOUR"]) == (str(world_size), str(rank), "red")
 
 
 # Threads.
