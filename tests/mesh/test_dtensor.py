@@ -29,7 +29,7 @@ from tests.support.training import attempt
 from torchring.errors import GradientError
 from torchring.sharding import DistributedState
 
-_STEPS = 4
+_STEPS = 3
 
 
 class Net(nn.Module):
@@ -167,7 +167,7 @@ def _thawed_and_copied(model: nn.Module, optimizer: Any, d: int) -> None:
 
 def _scaling(model: nn.Module, optimizer: Any, d: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    for step in range(_STEPS):
+    for step in range(4):
         optimizer.zero_grad()
         scaler.scale(model(_batch(step, d)).square().mean() * (1e308 if step == 1 else 1)).backward()
         scaler.unscale_(optimizer)
@@ -178,8 +178,7 @@ def _scaling(model: nn.Module, optimizer: Any, d: int) -> None:
 
 
 _SCRIPTS: list[tuple[Callable[[nn.Module, Any, int], None], dict[str, Any], dict[str, Any]]] = [
-    (_plainly, {"foreach": True}, {"bucket_mb": 0}),
-    (_clipping, {"foreach": True}, {}),
+    (_clipping, {"foreach": True}, {"bucket_mb": 0}),
     (_clipping, {"fused": True}, {"shard": True}),
     (_clipping_in_place, {}, {"op": "sum"}),
     (_accumulating, {}, {"accumulate": 2}),
