@@ -181,12 +181,9 @@ def test_every_other_ending_of_rank_1_fails(how: str, expected: dict[int, int], 
     assert where in failure.value.reports[1].traceback + failure.value.reports[1].output
 
 
-def test_expected_endings_pass_and_give_none() -> None:
+def test_expected_endings_pass_and_give_none_and_what_cannot_be_run_is_refused() -> None:
     assert run_ranks(_random, 3, expect_exit={1: 0})[1] is None
     assert run_ranks(_act, 2, "SIGKILL", expect_exit={1: -9}) == [None, None]
-
-
-def test_what_cannot_be_run_is_refused() -> None:
     with pytest.raises(ValueError, match="there are 2"):
         run_ranks(_act, 2, "SIGKILL", expect_exit={2: -9})
     with pytest.raises(TypeError, match="module-level function"):
