@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchring
 from tests.support.checks import assert_bitwise, assert_same_everywhere, digest, exact_inputs
-from tests.support.harness import patient, ranks, run_ranks, wait_until
+from tests.support.harness import RanksFailed, patient, ranks, run_pooled, run_ranks, wait_until
 from tests.support.scripts import Raises
 from tests.support.training import attempt
 from torchring import DistributedOptimizer
@@ -625,6 +625,19 @@ def test_a_dropped_optimizer_leaves_its_group_and_is_of_no_use_where_it_was_kept
     if kept is not None:
         first(batch(rank)).backward()
         assert attempt(kept.step).startswith(("GradientError", "ValueError"))
+
+
+def _wrong_gradient(rank: int, world_size: int) -> None:
+    model = Net()
+    optimizer = wrapped(model)
+    model(batch(rank)).backward()
+    check_gradients(model, gradients(model, model, [batch(rank)]))
+    optimizer.step()
+
+
+def test_the_check_of_gradients_can_fail() -> None:
+    with pytest.raises(RanksFailed, match="elements differ"):
+        run_pooled(_wrong_gradient, 2)
 
 
 # Between hosts, gradients are scaled and looked at when they are packed

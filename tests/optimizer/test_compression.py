@@ -92,6 +92,16 @@ def test_means_are_within_rounding_and_the_same_everywhere(options: dict[str, An
         assert stats.algorithm == options["algorithm"]
 
 
+@ranks(3)
+def test_the_bound_is_too_tight_for_the_other_format_and_for_no_reduction(rank: int) -> None:
+    """The negative control."""
+    reduced, local, _ = _three_steps(rank, "bf16", _MOVERS[0])
+    with pytest.raises(AssertionError, match="roundings"):
+        _assert_means(reduced, local, 2, torch.float16)
+    with pytest.raises(AssertionError, match="rank 1 has"):
+        _assert_means(local, local, 4, torch.bfloat16)
+
+
 @ranks(2)
 def test_half_the_bytes_travel(rank: int) -> None:
     whole, *halves = (_three_steps(rank, each, {})[2].bytes_per_step for each in (None, "fp16", "bf16"))

@@ -17,7 +17,7 @@ import torch
 import torchring
 from tests.support.checks import assert_bitwise, exact_inputs
 from tests.support.grids import grid
-from tests.support.harness import patient, wait_until
+from tests.support.harness import RanksFailed, patient, wait_until
 from tests.support.netns import HostedWorld, hosts_of, needs_hosts, run_on_hosts, run_worlds
 from torchring.allreduce.select import ALGORITHMS
 from torchring.bench.netns import Network
@@ -120,6 +120,18 @@ def test_training_is_that_of_one_process(network: Network, layout: tuple[int, ..
     assert others == [used] * len(others)  # "auto" chose alike
     for algorithm, name in zip(used[::2], _ACROSS_HOSTS, strict=True):
         assert algorithm == name if name != "auto" else algorithm in _NAMED
+
+
+def _train_wrongly(rank: int, world_size: int) -> None:
+    """The last rank's gradient is another one than its peers expect."""
+    torchring.init(timeout_seconds=20.0)
+    _train_exactly(rank + 1 if rank == world_size - 1 else rank, "ring")
+
+
+def test_a_wrong_result_would_be_seen(network: Network) -> None:
+    with pytest.raises(RanksFailed, match="_train_wrongly: 2 of 2 ranks failed") as failed:
+        run_on_hosts(network, (1, 1), _train_wrongly)
+    assert "elements differ" in str(failed.value)
 
 
 # ---- connecting
