@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
@@ -17,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import torchring
 from tests.gradients.test_weights import skipping, weighted
+from tests.optimizer import test_parity as parity
 from tests.optimizer.test_semantics import CASES
 from tests.support.harness import ranks, run_pooled, run_ranks
 from tests.support.scripts import branches
@@ -59,6 +61,23 @@ def test_groups_train_as_jobs_of_their_own(subtests: pytest.Subtests) -> None:
         with subtests.test(name):
             expected = script(Side((0, 1), False), *args)
             assert_alike([results[name] for results in per_rank], expected, 1e-7 if name == "a closure" else 1e-10)
+
+
+@ranks(4, run_ranks)
+def test_bits_are_those_of_ddp_in_a_group(rank: int) -> None:
+    dist.init_process_group("gloo")
+    group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"].get_group()
+    for name in ("adamw", "native", "3 micro-steps"):
+        case = parity._CASES[name]
+        case = dataclasses.replace(case, options={**case.options, "group": group})
+        # Other data in each group, and there on each rank.
+        found, right, alone = (parity._train(rank, 2, case, way) for way in ("torchring", "ddp", "alone"))
+        parity._assert_trained_alike(found, right)
+        with pytest.raises(AssertionError, match="elements differ"):
+            parity._assert_trained_alike(alone, right)
+    torchring.shutdown()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 # Pipelines

@@ -93,7 +93,7 @@ def _train(rank: int, size: int, case: Case, way: str) -> Trained:
     if way == "torchring":
         optimizer = torchring.wrap(optimizer, model, accumulate=case.micro_steps, **case.options)
     elif way == "ddp":
-        forward = DistributedDataParallel(model)
+        forward = DistributedDataParallel(model, process_group=case.options.get("group"))
         _kept_alive.append(forward)
     late = -1
     if case.late and way == "torchring":
