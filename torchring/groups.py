@@ -132,9 +132,9 @@ def open_world(job: World, members: tuple[int, ...], name: str) -> World:
 
 def _meet(job: World, members: tuple[int, ...]) -> World:
     """Collective over `members`: wait until all have come here, and open their world."""
-    number = job.shared(_count_meetings)[members]
-    job.shared(_count_meetings)[members] += 1
-    name = f"group/{'-'.join(map(str, members))}/{number}"
+    meetings = job.shared(_count_meetings)
+    name = f"group/{'-'.join(map(str, members))}/{meetings[members]}"
+    meetings[members] += 1
     if job.rendezvous is None or len(members) == 1:
         return open_world(job, members, name)
     rendezvous = copy.copy(job.rendezvous)

@@ -205,14 +205,14 @@ class DistributedOptimizer(ConnectedOptimizer):
                 return None
             self._has_stepped = True
             self._is_stepping = True
-            result = self._step_wrapped(closure, *args, **kwargs)
-            self._is_stepping = False
+            try:
+                result = self._step_wrapped(closure, *args, **kwargs)
+            finally:
+                self._is_stepping = False
             sync.has_stepped()
         except RingError as error:
             sync.world.note_members(error)
             raise
-        finally:
-            self._is_stepping = False
         self._forward_watch.start()
         return result
 
