@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import pickle
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -110,6 +111,17 @@ def test_the_recorder_knows_how_long_its_thread_had_no_core(monkeypatch: pytest.
         assert pool.submit(run_step).result() == (-1, -1), "these are numbers of another thread"
     num_slices = 0
     assert run_step() == (-1, -1), "the kernel does not count"
+
+
+def test_the_recorder_knows_the_line_of_the_script_that_is_run() -> None:
+    recorder = Recorder()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(recorder.sample).result()
+        recorder.end_step(0)
+        pool.submit(recorder.sample).result()  # in a step that is not in the trace
+    ((step, phase, line),) = recorder.trace()[0].samples
+    assert (step, phase) == (0, INPUT)
+    assert re.fullmatch(r".*test_recorder\.py:\d+ \(pool\.submit\(recorder\.sample\)\.result\(\)\)", line)
 
 
 class _Nested(torch.utils.data.Dataset[int]):

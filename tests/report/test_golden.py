@@ -23,6 +23,7 @@ from torchring.observe.recorder.records import (
     PhaseRecord,
     RankTrace,
     RunInfo,
+    Sample,
     StepRecord,
 )
 from torchring.observer import Phase
@@ -231,6 +232,16 @@ def _of_steps(job: Job, **first_and_end: tuple[int, int]) -> Job:
     ]
 
 
+def _sampled(job: Job, phase: Phase, *lines: str) -> Job:
+    """Samples have found each of the lines once in each step."""
+
+    def traces() -> list[RankTrace]:
+        samples = tuple(Sample(step.number, phase, line) for step in job()[0].steps for line in lines)
+        return [dataclasses.replace(trace, samples=samples) for trace in job()]
+
+    return traces
+
+
 def _of_two_runs() -> list[RankTrace]:
     """Rank 1 of the second run was killed, and wrote nothing. Its file is that of the first run, as that of rank 3."""
     now = changed(partial(simulate, 3, 20), run_info={"run": "now", "written_at": 70.0})()
@@ -271,6 +282,14 @@ JOBS: Final[dict[str, Job]] = {
     "and other programs": changed(_CROWDED, run_info={"num_cores": 2}, queued_ns=90 * MS, exposed_queued_ns=5 * MS),
     "slow communication": _IDLE,
     "no core, while workers wait for a disk": _of_cores(num_workers=4, loading_cpu_ns=MS),
+    "data of rank 1, sampled": _sampled(
+        partial(simulate, **{**BASE, **OF_BASE["data of an unknown loader, rank 1"]}),
+        *(Phase.INPUT, "train.py:9 (read())", "train.py:8 (log())", "train.py:9 (read())"),
+    ),
+    "a pause, sampled": _sampled(
+        partial(simulate, **{**BASE, **OF_BASE["before forward"]}),
+        *(Phase.INPUT, "a.py:1 (a())", "b.py:1 (b())", "a.py:2 (c())"),
+    ),
     "no core, because of workers": _of_cores(num_workers=4, loading_cpu_ns=99 * MS),
     "20 ms slower": _slower(20, 0),
     "20 ms slower, for want of a core": _slower(20, 20),
@@ -337,6 +356,7 @@ WHOLE: Final = (
     *("nothing", "loader, rank 1", "64 ranks", "two pauses", "one step", "one rank", "two hosts"),
     *("slow link", "huge late parameter", "no core, because of workers"),
     *("late while the link is busy", "late while the link is idle", "standstill in memory"),
+    *("data of rank 1, sampled", "a pause, sampled"),
     *("standstill in memory, predicted for a network", "another layout of buckets", "two optimizers"),
     *("one step aborted", "all steps aborted", "steps that were forgotten", "a batch that may be larger"),
 )

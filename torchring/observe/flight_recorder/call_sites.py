@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import linecache
 import os
 import sys
 import sysconfig
@@ -22,6 +23,7 @@ _PATHS: Final = sysconfig.get_paths()
 _LIBRARIES: Final = tuple(f"{folder}{os.sep}" for folder in {_PATHS["purelib"], _PATHS["platlib"]})
 _STANDARD: Final = tuple(f"{folder}{os.sep}" for folder in {_PATHS["stdlib"], _PATHS["platstdlib"]})
 _LONGEST_PATH: Final = 120  # so that line, function and caller have room
+_LONGEST_LINE: Final = 60
 _PHASE_OF: Final = {
     (os.path.join(_TORCH, "nn", "modules", "module.py"), "_call_impl"): Phase.FORWARD,
     (os.path.join(_TORCH, "autograd", "graph.py"), "_engine_run_backward"): Phase.BACKWARD,
@@ -38,6 +40,16 @@ def call_site_of(thread: int) -> tuple[Phase, str]:
     the text also names the function of the script that called it.
     """
     return _find(_calls(thread))
+
+
+def line_of(thread: int) -> str:
+    """The innermost line of the script that a thread is in: "train.py:30 (loss.item())". Empty if there is none."""
+    for code, line in _calls(thread):
+        if not _is_internal(code) and not _is_library(code):
+            text = linecache.getline(code.co_filename, line).strip()
+            text = text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"
+            return f"{_short(code.co_filename)}:{line}{f' ({text})' if text else ''}"
+    return ""
 
 
 def _calls(thread: int) -> list[tuple[CodeType, int]]:

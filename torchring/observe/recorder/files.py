@@ -8,7 +8,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from torchring.observe.recorder.records import Arrivals, ClockOffset, ParameterRecord, RankTrace, RunInfo, decode
+from torchring.observe.recorder.records import (
+    Arrivals,
+    ClockOffset,
+    ParameterRecord,
+    RankTrace,
+    RunInfo,
+    Sample,
+    decode,
+)
 from torchring.safe_files import reading, replacing
 
 FORMAT: Final = 6
@@ -32,6 +40,7 @@ def find(folder: Path) -> dict[int, Path]:
 def write(path: Path, trace: RankTrace, steps: Sequence[Sequence[int]]) -> Path:
     """Write a file, whole or not at all, over an older one. `steps`: rows of `trace.steps`. Raises OSError."""
     about = {"format": FORMAT, **vars(trace.run_info), "arrivals": trace.arrivals, "clock": trace.clock}
+    about["samples"] = trace.samples
     arrays = {
         "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
         "step_lengths": np.array([len(step) for step in steps], np.int64),
@@ -72,10 +81,11 @@ def _parse(about: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
         raise ValueError("steps are missing")
     arrivals = tuple(Arrivals(length, tuple(ready), optimizer) for length, ready, optimizer in about.pop("arrivals"))
     clock = tuple(ClockOffset(*each) for each in about.pop("clock"))
+    samples = tuple(Sample(*each) for each in about.pop("samples", ()))
     about["parameters"] = tuple(ParameterRecord(*each) for each in about["parameters"])
     for name, default in vars(RunInfo()).items():
         value = about[name]
         if type(value) is not type(default) and (type(value), type(default)) != (int, float):
             raise TypeError(f"{name} is {value!r:.40}")
-    rows = np.split(steps, ends[:-1])
-    return RankTrace(RunInfo(**about), tuple(decode(row.tolist()) for row in rows if len(row)), arrivals, clock)
+    steps = tuple(decode(row.tolist()) for row in np.split(steps, ends[:-1]) if len(row))
+    return RankTrace(RunInfo(**about), steps, arrivals, clock, samples)

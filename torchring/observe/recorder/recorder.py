@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from torchring.observe.flight_recorder.call_sites import line_of
 from torchring.observe.loading import UNKNOWN, Loading, since
 from torchring.observe.recorder.device_times import DeviceTimes
 from torchring.observe.recorder.records import (
@@ -28,6 +29,7 @@ from torchring.observe.recorder.records import (
     ParameterRecord,
     RankTrace,
     RunInfo,
+    Sample,
     step_row,
 )
 from torchring.observer import BACKWARD, EXPOSED, FORWARD, INPUT, Observer
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 NUM_STEPS: Final = 1_000  # that are kept
 NUM_ARRIVALS: Final = 16
+_NUM_SAMPLES: Final = 2_000
 _MOST_STAMPS: Final = 2_048  # of one step; a script with more micro-steps gets the rest in one phase
 _MOST_NUMBERS: Final = BUCKET_LENGTH * 8_192  # about the buckets of one step: a script may never call step()
 
@@ -59,6 +62,7 @@ class Recorder(Observer):
         self.noise_scale: float | None = None  # of gradients, in samples
         self.clock: list[ClockOffset] = []  # how this host's clock compares with that of rank 0's host, over time
         self._steps: deque[array[int]] = deque(maxlen=NUM_STEPS)
+        self._samples: deque[Sample] = deque(maxlen=_NUM_SAMPLES)
         # The step under way, as in a `StepRecord`
         self.num_samples = 0
         self.loading = Loading()
@@ -157,6 +161,13 @@ class Recorder(Observer):
         self._stamps = [INPUT, now]
         self._buckets = []
 
+    def sample(self) -> None:
+        """Look where the script is. For a thread that does not train."""
+        step, phase = self.num_steps, self.in_phase
+        line = line_of(self.loading.thread)
+        if line and (step, phase) == (self.num_steps, self.in_phase):
+            self._samples.append(Sample(step, phase, line))
+
     def last_steps(self, count: int = NUM_STEPS) -> list[array[int]]:
         """The newest steps that a device has finished, encoded, the oldest first."""
         device = self._device
@@ -183,7 +194,9 @@ class Recorder(Observer):
             groups=self.groups,
         )
         steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
-        return RankTrace(run_info, (), tuple(self.arrivals), tuple(self.clock)), steps
+        numbers = {step[NUMBER] for step in steps}
+        samples = tuple(sample for sample in list(self._samples) if sample.step in numbers)
+        return RankTrace(run_info, (), tuple(self.arrivals), tuple(self.clock), samples), steps
 
 
 class CoreQueue:

@@ -120,7 +120,7 @@ def _parts(traces: Sequence[RankTrace], group: tuple[int, ...]) -> list[RankTrac
             dataclasses.replace(s, buckets=tuple(b for b in s.buckets if b.optimizer in mine)) for s in trace.steps
         )
         arrivals = tuple(each for each in trace.arrivals if each.optimizer in mine)
-        parts.append(RankTrace(dataclasses.replace(info, **about), tuple(steps), arrivals, clock))
+        parts.append(RankTrace(dataclasses.replace(info, **about), tuple(steps), arrivals, clock, trace.samples))
     return parts
 
 

@@ -4,7 +4,8 @@ Advice is judged by samples per second, and by the cores that are left. What its
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import numpy as np
@@ -16,7 +17,6 @@ from torchring.report.model.core_time import HANDING_OVER_MS, is_crowded, ranks_
 from torchring.report.model.scaling import Workload, exposed_ms, with_layout
 from torchring.report.model.timing import Array, typical
 from torchring.report.model.waits import COMPUTING
-from torchring.report.verdict.costs import Costs
 from torchring.report.verdict.findings import Advice, Analysis
 from torchring.report.verdict.pauses import TELLING
 from torchring.report.words import NAMES, count, share_in_words
@@ -33,6 +33,8 @@ _NUM_PARTS: Final = 10  # of the trace, from which the error is estimated
 _FUSED_SAVES: Final = {"AdamW": 0.5, "Adam": 0.5, "SGD": 0.3, "Adagrad": 0.3}  # of step(); said to be an assumption
 _FEW_CORES: Final = 0.5  # of the time in which ranks wait for workers, they have no core
 _HALF: Final = 0.5  # of what data or code take; said to be an assumption, too
+_FEWEST_SAMPLES: Final = 3  # of a line, and its share of all samples, to name the line
+_LEAST_SAMPLES: Final = 0.2
 
 Found = tuple[str, float, str, str]
 """What to do, how many milliseconds of a step that saves, why, and how."""
@@ -71,14 +73,15 @@ def _about_input(analysis: Analysis) -> Iterator[Found]:
     saved = min(waited, loading.step_ms(now) - loading.step_ms(best))
     has_gain = saved >= _WORTH_IT * analysis.step.mean
     on = "" if rank is None else f" on {where}"
+    line = _line_in(analysis, Phase.INPUT, rank)
     if has_gain and most:
         workers, cores = count(best, "worker"), count(analysis.run_info.num_cores, "core")
         what = "Load data in the background"
-        why = f"{begin} spends {waited:.1f} ms of a step in its DataLoader, which has no workers."
+        why = f"{begin} spends {waited:.1f} ms of a step in its DataLoader, which has no workers{line}."
         if not loading.has_loader:
             why = (
-                f"{begin} spends {waited:.1f} ms between step() and forward, and no DataLoader is used. If that is "
-                f"loading data, {workers} in each rank would do it meanwhile; if it is logging or other code, do it "
+                f"{begin} spends {waited:.1f} ms between step() and forward{line}, and no DataLoader is used. If that "
+                f"is loading data, {workers} in each rank would do it meanwhile; if it is logging or other code, do it "
                 "less often."
             )
         elif now:
@@ -95,10 +98,11 @@ def _about_input(analysis: Analysis) -> Iterator[Found]:
         reason = f"Workers would not help: to take a batch from one costs about {HANDING_OVER_MS} ms"
         if loading.busy_ms > (1.0 - _WORTH_IT) * loading.step_ms(now):
             reason = f"No core is left for {'more ' if now else ''}workers: {sharing(analysis.run_info, now)}"
-        what, place = "Make batches cheaper to load", "in its DataLoader"
+        what, place = "Make batches cheaper to load", f"in its DataLoader{line}"
         how = "Decode and resize samples once, before training, and let the data set return whole batches."
         if not loading.has_loader:
-            what, place = "Do less between step() and forward", "between step() and forward, and no DataLoader is used"
+            what = "Do less between step() and forward"
+            place = f"between step() and forward{line}, and no DataLoader is used"
             how = "Prepare data once, before training. Log and evaluate less often."
         why = f"{begin} spends {waited:.2g} ms of a step {place}. {reason}. This assumes that half of it is enough."
         yield f"{what}{on}", waited * _HALF, why, how
@@ -110,12 +114,15 @@ def _about_pauses(analysis: Analysis) -> Iterator[Advice]:
         if pauses.share < TELLING or pauses.kind == "communication":
             continue
         shared = "" if pauses.is_common else " or on all ranks"
+        rank = None if pauses.rank is None else analysis.timing.ranks.index(pauses.rank)
+        line = _line_in(analysis, pauses.phase, rank, pauses.numbers).replace(",", " Samples of that time are", 1)
         mean_ms = analysis.step.mean / (1.0 - pauses.share)
         yield Advice(
             f"Shorten what {pauses.who} does {pauses.place} in {pauses.named_steps}",
             analysis.step.mean,
             pauses.share,
-            f"With it, a step takes {mean_ms:.4g} ms on average. Evaluate less often{shared}, write checkpoints in the "
+            f"With it, a step takes {mean_ms:.4g} ms on average.{line and f'{line}.'} "
+            f"Evaluate less often{shared}, write checkpoints in the "
             "background, and keep the workers of a DataLoader from one epoch to the next.",
             "DataLoader(..., persistent_workers=True)",
         )
@@ -142,9 +149,9 @@ def _about_ranks(analysis: Analysis) -> Iterator[Found]:
     if loading is not None and loading.has_loader and costs.is_forward_known:
         longer = _longer_ms(analysis, analysis.cycle[..., Phase.INPUT] - loading.waiting)
         if longer:
-            yield _work_of_one(run_info, "between step() and forward, apart from its DataLoader", longer)
+            yield _work_of_one(analysis, Phase.INPUT, "between step() and forward, apart from its DataLoader", longer)
     longer = _longer_ms(analysis, analysis.cycle[..., COMPUTING[1:]].sum(2) - queued)
-    cause = _cause(costs, run_info, longer) if longer else None
+    cause = _cause(analysis, run_info, longer) if longer else None
     if cause:
         yield cause
     threads = max(1, run_info.num_cores // ranks_of_host(run_info))
@@ -156,7 +163,9 @@ def _about_ranks(analysis: Analysis) -> Iterator[Found]:
             f"torchring run --env OMP_NUM_THREADS={threads} ...",
         )
     elif longer and not cause and not is_crowded(run_info):
-        where = f" in {NAMES[costs.slower_in]}" if costs.slower_in is not None else ""
+        where, slower_in = "", costs.slower_in
+        if slower_in is not None:
+            where = f" in {NAMES[slower_in]}{_line_in(analysis, slower_in, costs.blamed)}"
         yield (
             f"Find out what slows rank {run_info.rank} on {run_info.host} down",
             longer,
@@ -181,8 +190,9 @@ def _longer_ms(analysis: Analysis, times: Array) -> float:
     return float(parts.mean()) if parts.mean() > least else 0.0
 
 
-def _cause(costs: Costs, run_info: RunInfo, longer_ms: float) -> Found | None:
+def _cause(analysis: Analysis, run_info: RunInfo, longer_ms: float) -> Found | None:
     """What to do if the trace shows why one rank computes for longer."""
+    costs = analysis.costs
     if costs.has_longer_batches:
         return (
             "Give each rank as many samples",
@@ -194,17 +204,34 @@ def _cause(costs: Costs, run_info: RunInfo, longer_ms: float) -> Found | None:
     places = {Phase.OPTIMIZER: "in step(), hooks included", Phase.BETWEEN: "between backward and step()"}
     if costs.slower_in not in places:
         return None
-    return _work_of_one(run_info, places[costs.slower_in], longer_ms)
+    return _work_of_one(analysis, costs.slower_in, places[costs.slower_in], longer_ms)
 
 
-def _work_of_one(run_info: RunInfo, place: str, longer_ms: float) -> Found:
+def _work_of_one(analysis: Analysis, phase: Phase, place: str, longer_ms: float) -> Found:
+    run_info = analysis.job.traces[analysis.costs.blamed or 0].run_info
+    line = _line_in(analysis, phase, analysis.costs.blamed)
     return (
         f"Find out what rank {run_info.rank} does {place}",
         longer_ms,
-        f"This takes {longer_ms:.1f} ms longer than on the others. Look for what one rank does for all, such as "
+        f"This takes {longer_ms:.1f} ms longer than on the others{line}. Look for what one rank does for all, such as "
         "logging, evaluation or a checkpoint, and do it less often.",
         f"py-spy dump --pid {run_info.pid}, on {run_info.host}, while the job runs",
     )
+
+
+def _line_in(analysis: Analysis, phase: Phase, position: int | None, numbers: Iterable[int] = ()) -> str:
+    """ ", mostly in train.py:30 (loss.item())": where the script of a rank, or of all, was most often in that phase.
+
+    Of the steps that count, or of those with these numbers. "" if there are few samples, or none is frequent.
+    """
+    steps = {*(numbers or analysis.timing.numbers[analysis.timing.counts].tolist())}
+    traces = analysis.job.traces if position is None else [analysis.job.traces[position]]
+    samples = (each for trace in traces for each in trace.samples)
+    seen = Counter(each.line for each in samples if each.phase == phase and each.step in steps)
+    for line, number in seen.most_common(1):
+        if number >= max(_FEWEST_SAMPLES, _LEAST_SAMPLES * seen.total()):
+            return f", {'mostly' if number > _HALF * seen.total() else 'often'} in {line}"
+    return ""
 
 
 def _about_communication(analysis: Analysis) -> Iterator[Found]:
