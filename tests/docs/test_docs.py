@@ -183,7 +183,7 @@ def commands() -> dict[str, list[str]]:
     found = {}
     for page in [*PAGES, ROOT / "bench" / "README.md"]:
         for block in blocks(page, "console", "bash"):
-            lines = [line for line in block.code.splitlines() if line.startswith("$ ")]
+            lines = [line for line in block.code.replace("\\\n", "").splitlines() if line.startswith("$ ")]
             assert lines, f"{block.place} has no line that begins with $"
             found |= {f"{block.place} {line}": shlex.split(line[2:], comments=True) for line in lines}
     return found

@@ -21,12 +21,12 @@ class Block:
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:
-    """The page's blocks in these languages, in order."""
+    """The page's blocks in these languages, or in any, in order."""
     text = page.read_text()
     return [
         Block(f"{page.name}:{text.count(chr(10), 0, found.start()) + 1}", found[1], found[2])
         for found in _FENCE.finditer(text)
-        if found[1] in languages
+        if not languages or found[1] in languages
     ]
 
 
