@@ -122,7 +122,7 @@ def test_hydra_gives_each_rank_and_job_a_folder(rank: int) -> None:
         folder = Path(hydra.core.hydra_config.HydraConfig.get().runtime.output_dir)
         folders.append(f"{folder.relative_to(Path.cwd())} {OmegaConf.load(folder / '.hydra' / 'config.yaml').lr}")
 
-    words = shlex.split(snippet(PAGE, "## Hydra").removeprefix("$ "))
+    words = shlex.split(snippet(PAGE, "## Hydra").replace("\\\n", "").removeprefix("$ "))
     sys.argv = words[words.index("train.py") :]
     config = OmegaConf.create({"lr": 1.0})
     hydra.core.config_store.ConfigStore.instance().store("config", node=config)
