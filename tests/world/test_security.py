@@ -16,6 +16,8 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +283,20 @@ class _Forger(SignedStore):
             self.inner.set(self.prefix + key, "an address")
         else:
             super().set(key, value)
+
+
+def test_a_wait_keeps_no_other_call_from_the_store() -> None:
+    """A thread that Gloo leaves behind, as its peer was killed, would keep the next generation from meeting."""
+    store = SignedStore(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "secret")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(store.wait, ["late"], timedelta(seconds=20))
+        for _ in range(200):
+            store.set("other", "")
+        assert not waiting.done()
+        store.set("late", "")
+        waiting.result()
+    with pytest.raises(dist.DistStoreError, match="never"):
+        store.wait(["never"], timedelta(milliseconds=1))
 
 
 @pytest.mark.parametrize("kind", [SignedStore, _Forger])

@@ -9,6 +9,7 @@ import torch
 from torchring.memory import semaphore
 from torchring.memory.host import HostGroup, as_words
 from torchring.rendezvous.rendezvous import Rendezvous, within
+from torchring.rendezvous.signed import unsigned
 from torchring.threads import SerialThread
 
 _LINE_BYTES: Final = 64
@@ -104,6 +105,6 @@ class StoreBell(Bell):
         number = 0
         while not self._is_closed:
             number = max(number + 1, store.add("num_rings", 0))
-            store.wait([f"ring/{number}"], _FOREVER)
+            unsigned(store).wait([f"ring/{number}"], _FOREVER)
             self._last_begun = max(self._last_begun, int(store.get(f"ring/{number}")))
             self.wake()

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from torchring.errors import TopologyError
 
 _SEAL_BYTES: Final = 64  # of SHA-256, in hexadecimal digits: some calls of a store take text only
+_LOOK_SECONDS: Final = 0.002
 
 
 def sealed(secret: str, key: str, value: bytes) -> bytes:
@@ -59,7 +62,12 @@ class SignedStore(Store):
         return self.inner.check(self._names(keys)) and all(self.get(key) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self.inner.wait(self._names(keys), timeout or self.timeout)
+        """Looks again and again: while TCPStore waits, no other call of this process gets through to it."""
+        end = time.monotonic() + (timeout or self.timeout).total_seconds()
+        while not self.inner.check(self._names(keys)):
+            if time.monotonic() > end:
+                raise dist.DistStoreError(f"nobody has set {', '.join(keys)} in time")
+            time.sleep(_LOOK_SECONDS)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         values = self.inner.multi_get(self._names(keys))
