@@ -6,6 +6,7 @@ python -m tests.report.test_golden      writes golden.txt anew; look at the diff
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -397,8 +398,9 @@ def summary(name: str) -> str:
 
 
 def test_the_report_says_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "110")
-    assert {name: summary(name) for name in JOBS} == golden(GOLDEN)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert (said := {name: summary(name) for name in JOBS}) == golden(GOLDEN)
+    assert not [line for name in WHOLE for line in said[name].splitlines() if len(line) > 80]
 
 
 def test_noise_may_hide_the_gradient() -> None:
@@ -414,4 +416,5 @@ def test_noise_of_10_percent_accuses_nobody() -> None:
 
 
 if __name__ == "__main__":
+    os.environ["COLUMNS"] = "80"
     GOLDEN.write_text("".join(f"=== {name}\n{summary(name)}" for name in JOBS), encoding="utf-8")

@@ -12,7 +12,7 @@ from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace
 from torchring.report.model.bucket_layout import layout_between_hosts, layout_with
 from torchring.report.model.merge import merge
-from torchring.report.model.scaling import Connections, Network, Workload, exposed_ms, fit, slowest_ms
+from torchring.report.model.scaling import Connections, Network, Workload, exposed_ms, fit, range_of, slowest_ms
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
 
@@ -38,9 +38,11 @@ def test_two_ranks_predict_four_and_eight() -> None:
         {"noise": 0.15, "bucket_mb": [1, 12], "gigabytes_per_s": 12.5},
     )
     for options in of_jobs:
-        for prediction in analyse(merge(simulated(2, num_steps=60, **options))).predictions[1:3]:
-            measured = of(prediction.num_ranks, num_steps=40, seed=1, **options).step.mean
-            assert prediction.step_ms == pytest.approx(measured, rel=0.05), options
+        for predictions in analyse(merge(simulated(2, num_steps=60, **options))).predictions[1:3]:
+            measured = of(predictions[0].num_ranks, num_steps=40, seed=1, **options).step.mean
+            assert predictions[0].step_ms == pytest.approx(measured, rel=0.05), options
+            low, high = range_of("step_ms", predictions, 2)
+            assert low < measured < high, options
 
 
 def test_one_rank_predicts_with_a_network_that_is_given() -> None:
@@ -58,7 +60,7 @@ def test_one_rank_predicts_with_a_network_that_is_given() -> None:
     )
     assert analyse(merge([alone])).predictions == ()
     # Fast enough to hide the first two: 18 MiB at 2 GB/s take 9.4 ms, of which 6 are hidden, and 6 MiB 3.1.
-    (prediction, *_) = analyse(merge([alone]), Network(0.0, 2.0)).predictions
+    ((prediction, *_), *_) = analyse(merge([alone]), Network(0.0, 2.0)).predictions
     assert prediction.exposed_ms == pytest.approx(4 * 6 * mib / 2e6 - 6)
 
 

@@ -29,7 +29,9 @@ from torchring.report.model.timing import Array, Steps, typical
 from torchring.report.model.waits import Critical, computing
 
 _NUM_LANES: Final = 2  # buckets that cross the network at a time, on threads
-SIZES: Final = tuple(2**i for i in range(1, 11))
+SIZES: Final = (1, 2, 4, 8)  # times the ranks that there are: what is beyond is a wild guess
+NUM_PARTS: Final = 5  # of the steps, which predict by themselves
+_ERROR: Final = 0.05  # of the model, for each doubling of the ranks: simulated jobs were as near as that
 SMALL_BYTES: Final = 1 << 16  # less than that is mostly latency, unless the link is very slow
 _LEAST_WITHIN_HOST: Final = 1.0  # GB/s: TCP between processes of one host is at least as fast
 _APART: Final = 0.2  # two sizes tell latency from bandwidth if they differ by this share of the largest
@@ -174,6 +176,17 @@ def _mean_rank(of_rank: Array, num_ranks: int, slow_rank: int | None) -> float:
 def step_ms(workload: Workload, num_ranks: int, links: Connections) -> float:
     slowest = slowest_ms(workload.computing_ms, num_ranks, workload.slow_rank)
     return slowest + exposed_ms(workload, num_ranks, links) + workload.unexplained_ms
+
+
+def range_of(name: str, predictions: Sequence[Prediction], measured: int) -> tuple[float, float]:
+    """The least and the greatest of an attribute of predictions for one size; the worse end by the error of the model.
+
+    `predictions`: by all steps, and by parts of them: their steps and bandwidths differ. `measured`: number of ranks.
+    """
+    values = [float(getattr(each, name)) for each in predictions]
+    error = _ERROR * math.log2(predictions[0].num_ranks / measured)
+    low, high = (1.0 - error, 1.0) if name == "efficiency" else (1.0, 1.0 + error)
+    return min(values) * low, max(values) * high
 
 
 def predict(workload: Workload, links: Connections, sizes: Sequence[int]) -> list[Prediction]:

@@ -8,11 +8,11 @@ from torchring.errors import ranks_in_words
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model.buckets import BucketSummary
+from torchring.report.model.scaling import range_of
 from torchring.report.model.timing import Spread
 from torchring.report.verdict.findings import NOTICEABLE_WAIT, Analysis
-from torchring.report.words import NAMES, count, number, share_in_words
+from torchring.report.words import NAMES, about, count, number, share_in_words
 
-_SLOW: Final = 0.1  # GB/s, below which a table is in MB/s
 _MAX_ROWS: Final = 8
 _MAX_NAME: Final = 48
 _MOST_RANKS: Final = 64  # that figures show
@@ -34,7 +34,7 @@ def sections(analysis: Analysis) -> list[Section]:
     """The sections below the verdict, without empty ones."""
     no_advice = "Nothing that is known." if analysis.has_enough_steps else "So few steps do not tell."
     advice = (
-        f"- {each.what}: {share_in_words(each.saves_share)} less, {each.predicted_ms:.4g} ms a step. "
+        f"- {each.what}: {share_in_words(each.saves_share)} less, {about(each.predicted_ms)} ms a step. "
         f"{each.why}\n{each.how}"
         for each in analysis.advice
     )
@@ -88,9 +88,10 @@ def table_of_phases(analysis: Analysis) -> Section:
     has_queue = any(rank.queued is not None and rank.queued.mean >= least for rank in analysis.ranks)
     rows = [
         (
-            f"{rank.rank} ({rank.host.partition('.')[0]})" if has_hosts else str(rank.rank),
+            str(rank.rank),
             *(number(spread.mean) for spread in (rank.step, *(rank.phases[phase] for phase in analysis.phases))),
             *([number(rank.queued.mean) if rank.queued else "?"] if has_queue else []),
+            *([rank.host.partition(".")[0]] if has_hosts else []),
         )
         for rank in ranks
     ]
@@ -98,8 +99,9 @@ def table_of_phases(analysis: Analysis) -> Section:
     columns |= {Phase.EXPOSED: "comm.", Phase.OPTIMIZER: "step()"}
     if not analysis.costs.is_forward_known:
         columns[Phase.INPUT] = "input and forward"
-    names = ("rank", "step", *(columns[phase] for phase in analysis.phases), *(["no core"] if has_queue else []))
-    return Section("time", title, (), names, tuple(rows), ("by-rank", "over-time"))
+    names = [*("rank", "step"), *(columns[phase] for phase in analysis.phases)]
+    names += ["no core"] * has_queue + ["host"] * has_hosts
+    return Section("time", title, (), tuple(names), tuple(rows), ("by-rank", "over-time"))
 
 
 def table_of_waits(analysis: Analysis) -> Section:
@@ -107,47 +109,45 @@ def table_of_waits(analysis: Analysis) -> Section:
     least = NOTICEABLE_WAIT * analysis.step.mean
     rows = [
         (
-            ranks_in_words(wait.waiting),
             *(str(wait.awaited), number(wait.mean_ms), share_in_words(wait.share), _median(wait.cost)),
+            ranks_in_words(wait.waiting),
         )
         for wait in analysis.waits[:_MAX_ROWS]
         if wait.mean_ms >= least
     ]
-    columns = ("who", "waits for rank", "ms a step", "in so many steps", "then ms")
+    columns = ("rank", "ms a step", "of steps", "then ms", "awaited by")
     return Section("waits", "Who waits for whom", (), columns, tuple(rows))
 
 
 def _buckets(analysis: Analysis) -> Section:
     slowest = sorted(analysis.buckets, key=lambda bucket: -bucket.exposed.median)[:_MAX_ROWS]
-    speeds = [bucket.bus_bandwidth.median for bucket in slowest]
-    factor, unit = (1e3, "MB/s") if all(speed < _SLOW for speed in speeds) else (1.0, "GB/s")
-    rows = [_bucket(bucket, factor) for bucket in slowest]
+    rows = [_bucket(bucket) for bucket in slowest]
     title = "Buckets"
     if len(rows) < len(analysis.buckets):
         title += f" (those {len(rows)} of {len(analysis.buckets)} that backward hides least)"
     late = tuple(f"{each.name} is late. {each.why}" for each in analysis.late_parameters[:_MAX_ROWS])
-    columns = ("bucket", "MB", "ready ms", "reduced in ms", "exposed ms", unit, "parameters")
+    columns = ("bucket", "MB", "ready ms", "takes ms", "exposed ms", "MB/s", "parameters")
     return Section("buckets", title, late, columns, tuple(rows))
 
 
-def _bucket(bucket: BucketSummary, factor: float) -> tuple[str, ...]:
+def _bucket(bucket: BucketSummary) -> tuple[str, ...]:
     names = ", ".join(bucket.names)
     names = names if len(names) <= _MAX_NAME else f"{bucket.names[0][:_MAX_NAME]} and {len(bucket.names) - 1} more"
     measured = map(_median, (bucket.ready, bucket.reducing, bucket.exposed))
-    return (str(bucket.index), f"{bucket.num_bytes / 1e6:.3g}", *measured, _median(bucket.bus_bandwidth, factor), names)
+    return (str(bucket.index), f"{bucket.num_bytes / 1e6:.3g}", *measured, _median(bucket.bus_bandwidth, 1e3), names)
 
 
 def _predictions(analysis: Analysis) -> Section:
     rows = [
         (
-            f"{each.num_ranks:,}",
-            *map(number, (each.step_ms, each.exposed_ms, each.waiting_ms)),
-            share_in_words(each.efficiency),
+            f"{of_size[0].num_ranks:,}",
+            *(about(*range_of(name, of_size, analysis.size)) for name in ("step_ms", "exposed_ms", "waiting_ms")),
+            f"{about(*range_of('efficiency', of_size, analysis.size), factor=100)} %",
         )
-        for each in analysis.predictions
+        for of_size in analysis.predictions
     ]
     sentences = filter(None, (analysis.predictions_note, about_batch(analysis.run_info)))
-    columns = ("ranks", "step ms", "communication ms", "waiting ms", "efficiency")
+    columns = ("ranks", "step ms", "comm. ms", "waiting ms", "efficiency")
     return Section("scaling", "Predicted", tuple(sentences), columns, tuple(rows))
 
 

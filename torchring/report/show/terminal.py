@@ -8,7 +8,7 @@ from typing import Final
 from torchring.report.show.sections import Section, facts, sections
 from torchring.report.verdict.findings import Analysis
 
-_WIDTH: Final = 110  # where neither a terminal nor COLUMNS says another
+_WIDTH: Final = 80  # where neither a terminal nor COLUMNS says another
 
 
 def plain(analysis: Analysis) -> str:
@@ -25,13 +25,7 @@ def text_of(section: Section) -> str:
         text, _, code = sentence.partition("\n")
         lines += _wrap(text, "  ", "    ")
         lines += [f"      {code}"] if code else []
-    if section.rows:
-        rows = (section.columns, *_fitting(section, _width()))
-        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-        for row in rows:
-            cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
-            lines.append(f"  {'  '.join(cells)}".rstrip())
-    return "\n".join(lines)
+    return "\n".join([*lines, *_table([section.columns, *section.rows])] if section.rows else lines)
 
 
 def _width() -> int:
@@ -45,9 +39,17 @@ def _wrap(text: str, first: str = "", others: str = "") -> list[str]:
     )
 
 
-def _fitting(section: Section, width: int) -> Sequence[Sequence[str]]:
-    """The rows of a table, without spreads if these do not fit in so many characters: headings would be broken."""
-    longest = [max(map(len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
-    if sum(longest) + 2 * len(longest) <= width:
-        return section.rows
-    return [[cell.partition(" [")[0] for cell in row] for row in section.rows]
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines. A table that is too wide loses its spreads, then every other space, then the left of its last column."""
+    for gap, spreads in ((2, True), (2, False), (1, False)):
+        shown = [[cell if spreads else cell.partition(" [")[0] for cell in row] for row in rows]
+        *widths, last = (max(map(len, cells)) for cells in zip(*shown, strict=True))
+        room = _width() - sum(widths) - gap * (len(widths) + 1)
+        if last <= room:
+            break
+    lines = []
+    for *cells, end in shown:
+        end = end if len(end) <= room else f"…{end[1 - room :]}"
+        padded = (f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
+        lines.append(" " * gap + (" " * gap).join([*padded, end]).rstrip())
+    return lines

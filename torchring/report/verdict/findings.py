@@ -88,7 +88,8 @@ class Analysis:
     links: Connections | None
     workload: Workload
     # More ranks
-    predictions: tuple[Prediction, ...]  # for 2 to 1,024 ranks; empty without a network
+    # by all steps and by parts of them, for up to 8 times the ranks; empty without a network
+    predictions: tuple[tuple[Prediction, ...], ...]
     predictions_note: str  # one sentence: which network, algorithm and hosts the predictions assume; "" without any
     # The answers
     verdict: Verdict = UNKNOWN

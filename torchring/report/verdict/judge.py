@@ -153,10 +153,11 @@ def _share(share: float, cost: Spread) -> str:
 def _span(cost: Spread, whole: Spread) -> str:
     """ "61 ms of 145 ms, between 58 and 66"."""
     digits = 0 if cost.mean >= 10 else 2 if cost.mean < 1 else 1
-    means = f"{cost.mean:.{digits}f} ms of {whole.mean:.{digits}f} ms"
-    if not _is_in_each_step(cost):
+    mean, low, high = (f"{each:.{digits}f}" for each in (cost.mean, cost.low, cost.high))
+    means = f"{mean} ms of {whole.mean:.{digits}f} ms"
+    if not _is_in_each_step(cost) or not cost.low <= cost.mean <= cost.high:
         return f"{means} on average"
-    return f"{means}, between {cost.low:.{digits}f} and {cost.high:.{digits}f}"
+    return means if low == high else f"{means}, between {low} and {high}"
 
 
 def remarks(analysis: Analysis, num_optimizers: int) -> Iterator[str]:
