@@ -48,6 +48,8 @@ def test_the_verdict_comes_first_and_the_page_is_written(
         assert said in " ".join(out.split())
     assert written == []
     assert "\x1b" not in out
+    assert main(["report", str(folder), str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("9 steps are too few to tell a change from noise: ")
 
 
 def test_what_cannot_be_read_is_one_sentence(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,6 +57,7 @@ def test_what_cannot_be_read_is_one_sentence(folder: Path, tmp_path: Path, capsy
     gone = folder / "gone" / "table.csv"
     for arguments, said in (
         ([empty], f"torchring report: {empty} has no trace"),
+        ([folder, empty], f"torchring report: {empty} has no trace"),
         ([folder, "--no-html", "--csv", gone], f"torchring report: cannot write {gone}: No such file or directory\n"),
     ):
         assert main(["report", *map(str, arguments)]) == 1

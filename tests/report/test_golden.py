@@ -31,8 +31,9 @@ from torchring.observer import Phase
 from torchring.report.model.merge import merge
 from torchring.report.model.scaling import Network
 from torchring.report.show.sections import about_batch
-from torchring.report.show.terminal import plain
+from torchring.report.show.terminal import beside, plain
 from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.comparison import compare
 from torchring.report.verdict.findings import Analysis
 
 GOLDEN: Final = Path(__file__).parent / "golden.txt"
@@ -352,6 +353,19 @@ JOBS: Final[dict[str, Job]] = {
         for name in ("AdamW", "SGD", "RMSprop")  # which cannot be fused
     },
 }
+_NOTHING = partial(simulate, **BASE)
+# Beside each other
+PAIRS: Final[dict[str, tuple[Job, Job]]] = {
+    "of one script": (_NOTHING, partial(simulate, **{**BASE, "seed": 1})),
+    "two halves of one run": tuple(_of_steps(_NOTHING, rank0=half, rank1=half) for half in ((0, 75), (75, 150))),
+    "a loader that was mended": (
+        JOBS["loader, rank 1"],
+        changed(_NOTHING, run_info={"options": {"bucket_mb": "5", "fused": "True"}}, num_workers=2),
+    ),
+    "twice the batch": (_NOTHING, partial(simulate, **{**BASE, "num_samples": 32, "backward_ms": 30})),
+    "other programs": (JOBS["20 ms slower, for want of a core"], _slower(0, 0)),
+    "few steps": (_NOTHING, JOBS["nine steps"]),
+}
 # Of these, all that is printed; of the others, the verdict, what is strange, and what is advised.
 WHOLE: Final = (
     *("nothing", "loader, rank 1", "64 ranks", "two pauses", "one step", "one rank", "two hosts"),
@@ -388,6 +402,8 @@ def analysis_of(job: Job, network: Network | None = None) -> Analysis:
 
 
 def summary(name: str) -> str:
+    if name in PAIRS:
+        return beside(compare(*map(analysis_of, PAIRS[name])))
     analysis = analysis_of(JOBS[name], NETWORKS.get(name))
     if name in WHOLE:
         return plain(analysis)
@@ -399,13 +415,20 @@ def summary(name: str) -> str:
 
 def test_the_report_says_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert (said := {name: summary(name) for name in JOBS}) == golden(GOLDEN)
-    assert not [line for name in WHOLE for line in said[name].splitlines() if len(line) > 80]
+    assert (said := {name: summary(name) for name in (*JOBS, *PAIRS)}) == golden(GOLDEN)
+    assert not [line for name in (*WHOLE, *PAIRS) for line in said[name].splitlines() if len(line) > 80]
 
 
 def test_noise_may_hide_the_gradient() -> None:
     said = about_batch(RunInfo(batch_size=64, noise_scale=math.inf))
     assert "Batch 64; noise hides the gradient of so few samples" in said
+
+
+def test_noise_of_10_percent_is_no_change_and_5_percent_more_are() -> None:
+    jobs = [analyse(merge(simulate(2, noise=0.1, seed=seed, **QUICK))) for seed in range(20)]
+    assert not [pair for pair in itertools.pairwise(jobs) if not compare(*pair).changes["step"].is_noise]
+    slower = analyse(merge(simulate(2, noise=0.1, forward_ms=36, seed=20, **QUICK)))
+    assert sum(not compare(each, slower).changes["step"].is_noise for each in jobs) > 15
 
 
 def test_noise_of_10_percent_accuses_nobody() -> None:
@@ -417,4 +440,4 @@ def test_noise_of_10_percent_accuses_nobody() -> None:
 
 if __name__ == "__main__":
     os.environ["COLUMNS"] = "80"
-    GOLDEN.write_text("".join(f"=== {name}\n{summary(name)}" for name in JOBS), encoding="utf-8")
+    GOLDEN.write_text("".join(f"=== {name}\n{summary(name)}" for name in (*JOBS, *PAIRS)), encoding="utf-8")

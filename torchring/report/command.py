@@ -13,8 +13,9 @@ from torchring.report.model.merge import load
 from torchring.report.model.scaling import Network
 from torchring.report.show.exports import write_csv, write_trace_json
 from torchring.report.show.page import write_page
-from torchring.report.show.terminal import plain
+from torchring.report.show.terminal import beside, plain
 from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.comparison import compare
 from torchring.report.verdict.findings import Analysis
 
 _TYPICAL_ALPHA_MS: Final = 0.05  # latency of a message over TCP between neighbouring hosts
@@ -24,10 +25,17 @@ _PAGE: Final = "report.html"
 
 def main(arguments: Sequence[str]) -> int:
     """`arguments` are those behind "report". Returns the exit code; raises SystemExit(2) for a usage error."""
-    options = _parser().parse_args(arguments)
-    folder = Path(options.folder)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    others = [options.html, options.no_html, options.csv, options.trace_json, options.bandwidth]
+    if options.other and any(others):
+        parser.error("two folders are compared in the terminal only: give one of them, or no option")
     try:
-        jobs = load(folder)
+        jobs = load(options.folder)
+        if options.other:
+            pairs = zip(jobs, load(options.other), strict=False)
+            print("\n".join(beside(compare(analyse(a), analyse(b))) for a, b in pairs), end="")
+            return 0
     except TraceError as error:
         print(f"torchring report: {error}", file=sys.stderr)
         return 1
@@ -64,11 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="torchring report",
         description="Say what bounds a job, by how much, and what would help, from the trace that "
-        "`torchring run --trace DIR` has written.",
-        epilog="Exit code: 0 if there is a report, 1 if nothing could be read or a file could not be written, 2 for a "
-        "usage error, and if --html asks for a page and plotly or jinja2 is missing.",
+        "`torchring run --trace DIR` has written. With two folders: what changed from the first run to the second.",
+        epilog="Exit code: 0 if there is a report or a comparison, 1 if nothing could be read or a file could not be "
+        "written, 2 for a usage error, and if --html asks for a page and plotly or jinja2 is missing.",
     )
-    parser.add_argument("folder", metavar="DIR", help="the folder of the trace")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the trace")
+    parser.add_argument(
+        "other", type=Path, nargs="?", metavar="DIR2", help="that of another run, which is compared with DIR"
+    )
     page = parser.add_mutually_exclusive_group()
     page.add_argument("--html", type=Path, metavar="FILE", help=f"where to write the page (default: DIR/{_PAGE})")
     page.add_argument("--no-html", action="store_true", help="write no page")

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from torchring.report.show.sections import Section, facts, sections
+from torchring.report.verdict.comparison import Change, Comparison
 from torchring.report.verdict.findings import Analysis
+from torchring.report.words import number
 
 _WIDTH: Final = 80  # where neither a terminal nor COLUMNS says another
+_MANY_TIMES: Final = 10  # of which no percentages are told
 
 
 def plain(analysis: Analysis) -> str:
@@ -17,6 +20,28 @@ def plain(analysis: Analysis) -> str:
         if section.rows or section.sentences:
             lines += ["", text_of(section)]
     return "\n".join(lines) + "\n"
+
+
+def beside(comparison: Comparison) -> str:
+    """Two runs, A and B."""
+    rows = [
+        (name, number(each.before), number(each.after), "within noise" if each.is_noise else _by(each))
+        for name, each in comparison.changes.items()
+    ]
+    facts = [(name, *texts) for name, texts in comparison.facts.items()]
+    advice = [f"Gone: {what}." for what in comparison.gone] + [f"New: {what}." for what in comparison.new]
+    found = [
+        Section("changes", "Milliseconds of a step", (), ("", "A", "B", "change"), tuple(rows)),
+        Section("facts", "What was different", (), ("", "A", "B"), tuple(facts)),
+        Section("advice", "Advice", tuple(advice)),
+    ]
+    texts = (text_of(section) for section in found if section.rows or section.sentences)
+    return "\n\n".join(["\n".join(_wrap(comparison.sentence)), *texts]) + "\n"
+
+
+def _by(change: Change) -> str:
+    share = f" ({100 * change.by / change.before:+.0f} %)" if change.after < _MANY_TIMES * change.before else ""
+    return f"{'+' if change.by > 0 else '-'}{number(abs(change.by))}{share}"
 
 
 def text_of(section: Section) -> str:
