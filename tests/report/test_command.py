@@ -70,14 +70,14 @@ def test_a_package_that_is_missing_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(analysis: object, path: object) -> None:
-        raise ImportError("report.html needs plotly: pip install 'torchring[report]'")
+        raise ImportError("report.html needs jinja2: pip install 'torchring[report]'")
 
     monkeypatch.setattr(command, "write_page", refuse)
     assert main(["report", str(folder)]) == 0, "the summary is a report, too"
     assert main(["report", str(folder), "--html", str(folder / "page.html")]) == 2
     out, err = capsys.readouterr()
     assert out.count("waits for data on rank 1") == 2
-    assert err == 2 * "torchring report: report.html needs plotly: pip install 'torchring[report]'\n"
+    assert err == 2 * "torchring report: report.html needs jinja2: pip install 'torchring[report]'\n"
 
 
 def exported(folder: Path) -> dict[str, str]:

@@ -1,19 +1,20 @@
-"""report.html: one file that holds the report, its figures and the library that draws them. It needs no network."""
+"""report.html: one file that holds the report and its figures. It needs no network."""
 
+import re
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
+from torchring.report.show.figures import DRAW_AS
 from torchring.report.show.sections import facts, sections
 from torchring.report.verdict.findings import Analysis
-from torchring.report.words import NAMES
+from torchring.report.words import NAMES, count, number, share_in_words
 from torchring.safe_files import replacing
 
 
 def write_page(analysis: Analysis, path: Path) -> None:
     """Write report.html.
 
-    Raises OSError, and ImportError, whose text says what to install, if plotly or jinja2 is missing.
+    Raises OSError, and ImportError, whose text says what to install, if jinja2 is missing.
     """
     page = page_of(analysis).encode(errors="replace")  # names of files may be no Unicode
     with replacing(path) as file:
@@ -24,28 +25,39 @@ def page_of(analysis: Analysis) -> str:
     """The page as HTML. Raises what `write_page` raises."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
-        from markupsafe import Markup
-        from plotly.io import to_html
     except ImportError as error:
-        missing = "report.html is not written. It needs plotly and jinja2: pip install 'torchring[report]'"
+        missing = "report.html is not written. It needs jinja2: pip install 'torchring[report]'"
         raise ImportError(missing) from error
-    from torchring.report.show.figures import COLORS, DRAW_AS
-
-    def draw(name: str) -> Any:
-        is_first = name == "by-rank"  # on the page: it brings the library
-        config = {"displayModeBar": False, "showTips": False}
-        drawn = DRAW_AS[name](analysis)
-        return Markup(to_html(drawn, config, include_plotlyjs=is_first, full_html=False, div_id=name))
 
     loader = PackageLoader("torchring.report", "show")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment.filters |= {"number": number, "share": share_in_words, "slug": _slug}
     return environment.get_template("page.html").render(
         verdict=analysis.verdict.sentence,
+        cards=_cards(analysis),
+        advice=analysis.advice,
         facts=facts(analysis),
         sections=sections(analysis),
         run_info=analysis.run_info,
-        draw=draw,
-        captions={name: drawing.__doc__ for name, drawing in DRAW_AS.items()},
-        phases=[(NAMES[phase], COLORS[phase]) for phase in analysis.phases],
+        figures={name: draw(analysis) for name, draw in DRAW_AS.items()},
+        captions={name: draw.__doc__ for name, draw in DRAW_AS.items()},
+        phases=analysis.phases,
+        names=NAMES,
         written=datetime.fromtimestamp(analysis.run_info.written_at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
+
+
+def _cards(analysis: Analysis) -> list[tuple[str, str]]:
+    """What a reader wants to know first: a value, and what it is."""
+    cards = [(f"{number(analysis.step.mean)} ms", "a step takes on average")]
+    if analysis.samples_per_s:
+        cards.append((f"{analysis.samples_per_s:,.0f}", "samples a second"))
+    if analysis.size > 1:
+        speed_up = number(analysis.efficiency * analysis.size)
+        cards.append((f"{speed_up} ×", f"the speed of one rank, on {count(analysis.size, 'rank')}"))
+    return cards
+
+
+def _slug(sentence: str) -> str:
+    """The part of a link that names a finding: the sentence until its first colon or full stop."""
+    return "-".join(re.findall(r"\w+", re.split(r"[:.](?:\s|$)", sentence)[0].lower()))

@@ -101,7 +101,7 @@ def table_of_phases(analysis: Analysis) -> Section:
         columns[Phase.INPUT] = "input and forward"
     names = [*("rank", "step"), *(columns[phase] for phase in analysis.phases)]
     names += ["no core"] * has_queue + ["host"] * has_hosts
-    return Section("time", title, (), tuple(names), tuple(rows), ("by-rank", "over-time"))
+    return Section("time", title, (), tuple(names), tuple(rows), ("over-time",))
 
 
 def table_of_waits(analysis: Analysis) -> Section:
