@@ -7,8 +7,6 @@ DistributedDataParallel (DDP) itself. So this is a subclass. It overrides the pu
 prepare() adds no DDP, and wraps the optimizers. The model stays the script's own, and nothing is attached to it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import weakref
@@ -68,7 +66,7 @@ class RingAccelerator(Accelerator):
         self._begin(wrap_options)
 
     @classmethod
-    def adopt(cls, accelerator: Accelerator, wrap_options: Mapping[str, Any] | None = None) -> RingAccelerator:
+    def adopt(cls, accelerator: Accelerator, wrap_options: Mapping[str, Any] | None = None) -> "RingAccelerator":
         """Make an Accelerator that a library has built, and has prepared nothing with, a RingAccelerator."""
         accelerator.__class__ = cls
         adopted: RingAccelerator = accelerator

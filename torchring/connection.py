@@ -1,7 +1,5 @@
 """How an optimizer comes to reduce with the other ranks: when it is wrapped, later, and once more in another world."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 import weakref

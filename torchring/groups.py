@@ -5,8 +5,6 @@ it is first used, and closes with the world of the job. Opening it is collective
 the store of the job that it has come, and waits for the others. So groups open at the same time, in any number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

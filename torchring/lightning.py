@@ -11,8 +11,6 @@ logging and checkpoints, but wraps the optimizers instead of the model. A script
 A script that has imported `pytorch_lightning`, and not `lightning.pytorch`, gets the strategy of that package.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import inspect

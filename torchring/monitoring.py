@@ -1,7 +1,5 @@
 """Figures about training, for the tools where people look at them: TensorBoard, MLflow, Prometheus."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path
@@ -87,7 +85,7 @@ def metrics() -> dict[str, float]:
     return {f"torchring_{name}": value for name, value in found.items()}
 
 
-def log_to_tensorboard(writer: SummaryWriter, step: int) -> None:
+def log_to_tensorboard(writer: "SummaryWriter", step: int) -> None:
     """Write `metrics()` to TensorBoard.
 
     Args:

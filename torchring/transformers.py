@@ -9,8 +9,6 @@ A Trainer leaves placement, reduction and accumulation to its Accelerator. So th
 `torchring.accelerate.RingAccelerator`. The rest of the Trainer's work is unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

@@ -3,8 +3,6 @@
 `World` is what every other part of torchring is handed. `default_world.py` opens the one that scripts act on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -14,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar, Union
 
 import torch
 from torch.distributed import ProcessGroup, Store
@@ -38,7 +36,7 @@ from torchring.rooms import room
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Group: TypeAlias = "ProcessGroup | DeviceMesh | Sequence[Sequence[int]]"
+Group: TypeAlias = Union[ProcessGroup, "DeviceMesh", Sequence[Sequence[int]]]
 """Ranks that reduce together: a process group, a mesh of one dimension, or lists of ranks, one of which has this rank.
 """
 
@@ -114,7 +112,7 @@ class World:
         is_one_host: bool = False,
         stall_warning_seconds: float = DEFAULT_WARNING_SECONDS,
         is_provisional: bool = False,
-        outer: World | None = None,
+        outer: "World | None" = None,
         members: Sequence[int] = (),
     ) -> None:
         # Who takes part
@@ -191,7 +189,7 @@ class World:
             rendezvous.publish("open", b"")  # a process that comes later does not belong to the ranks: see `refuse`
 
     @property
-    def outer(self) -> World:
+    def outer(self) -> "World":
         """The world of all ranks: this one, if it is not of a group."""
         return self._outer or self
 
@@ -238,7 +236,7 @@ class World:
         self._num_channels += 1
         return f"channel{self._num_channels}"
 
-    def shared(self, open_it: Callable[[World], _T]) -> _T:
+    def shared(self, open_it: "Callable[[World], _T]") -> _T:
         """Open one object per world: returns what `open_it(self)` returned at the first call with that function.
 
         For any thread; later threads wait for the thread that opens. The world forgets the object when it closes.

@@ -19,8 +19,6 @@ Example: 2 ranks, inputs [1, 2, 3, 4] and [10, 20, 30, 40] -> [11, 22, 33, 44] o
 the first 2 elements and rank 1 the other 2 (for simplicity: real slices are multiples of 64 bytes).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 
@@ -43,7 +41,7 @@ class DirectWork:
 
     __slots__ = ("_all_reduce", "_is_over", "_is_reduced", "_number", "_wire")
 
-    def __init__(self, all_reduce: DirectAllReduce, wire: SharedWire, number: int) -> None:
+    def __init__(self, all_reduce: "DirectAllReduce", wire: SharedWire, number: int) -> None:
         self._all_reduce = all_reduce
         self._wire = wire
         self._number = number  # of its record

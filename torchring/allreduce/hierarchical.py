@@ -16,8 +16,6 @@ All ranks hold the same bits: the engine leaves the same bits on the owners, and
 16-bit wires are summed in fp32 on the host, and rounded once after each sum.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -57,7 +55,7 @@ def column_ranks(hosts: Sequence[Sequence[int]], rank: int) -> tuple[int, ...] |
 class HierarchicalWork:
     """One bucket: threads do this rank's part, and the parts of peers are waited for. See `BucketWork`."""
 
-    def __init__(self, all_reduce: HierarchicalAllReduce, wire: SharedWire, *, is_aborted: bool = False) -> None:
+    def __init__(self, all_reduce: "HierarchicalAllReduce", wire: SharedWire, *, is_aborted: bool = False) -> None:
         self.span: tuple[float, float] | None = None
         self._all_reduce = all_reduce
         self._wire = wire

@@ -1,7 +1,5 @@
 """`check`: whether the ranks' samples of an epoch are those of the dataset, each once."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import operator

@@ -7,8 +7,6 @@ A *global batch* is the next B samples. With 10 samples in order:
                                   rank 0: 8       rank 1: 9     rank 2: 8, with weight 0: nothing is left for it
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A sampler that can stop anywhere: each sample of an epoch once, over any number of ranks, which may change."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sized

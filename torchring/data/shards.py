@@ -1,7 +1,5 @@
 """`shard`: an iterable dataset of which each rank, and each worker of its `DataLoader`, reads another part."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import sys

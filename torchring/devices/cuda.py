@@ -9,8 +9,6 @@ work for as long as the order of streams allows.
 Only `synchronize`, which is for set-up, makes the host wait for the device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterable
@@ -75,7 +73,7 @@ class CudaMark:
         """Make later work on the caller's current stream wait for this mark."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
-    def milliseconds_since(self, earlier: CudaMark) -> float:
+    def milliseconds_since(self, earlier: "CudaMark") -> float:
         """Time from `earlier` to this mark, both of which are reached. Negative if this mark was reached first."""
         return float(earlier._event.elapsed_time(self._event))
 

@@ -5,8 +5,6 @@ current stream wait for the last of them; the host waits for nothing. What ranks
 `gradients/agreement.py`. What the stream is given comes from an engine: see `engines.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
@@ -74,7 +72,7 @@ class OnStream:
         self.check()
         return self.engine.open_wires(specs)
 
-    def start(self, wire: DeviceWire) -> OnStream:
+    def start(self, wire: DeviceWire) -> "OnStream":
         """See `AllReduce.start`. The bucket comes after the work that `stream` was given before.
 
         Work of other streams is not waited for: call `stream.follow` first, or hold `stream` for a mark.

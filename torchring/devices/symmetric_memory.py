@@ -7,8 +7,6 @@ peers' memory like their own. A `CudaGroup` allocates as a `HostGroup` does, so 
 where there is no GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A thread that ends kernels which wait for a rank that is dead or late."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import threading
@@ -35,7 +33,7 @@ class DeviceWatchdog:
     def __init__(
         self,
         # fails if a rank is dead or late. Kept weakly: an unused all-reduce must not live on in this thread.
-        all_reduce: OnStream,
+        all_reduce: "OnStream",
         host: HostGroup | None,  # the ranks of this host, if there are others
         timeout_seconds: float,  # the longest time that the device may take for a sealed reduction
         lost_afar: Callable[[], RingError | None] | None,  # see `OnStream`; its object is kept weakly, too

@@ -14,8 +14,6 @@ Words:
 protocol.py has the messages between driver and workers, driver/ the one side, worker/ the other.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

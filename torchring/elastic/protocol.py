@@ -18,8 +18,6 @@ Reading never waits: the driver sets `orders` before it starts a worker, and `wo
 Nothing here imports torch, which takes seconds.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, Literal
@@ -61,7 +59,7 @@ class _Message:
         return json.dumps(asdict(self)).encode()  # type: ignore[call-overload]
 
     @classmethod
-    def decode(cls, data: bytes | str) -> Self:
+    def decode(cls, data: bytes | str) -> "Self":
         try:
             read = json.loads(data)
             return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})

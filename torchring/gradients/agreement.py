@@ -1,7 +1,5 @@
 """Whether a reduction was finite, and how long it took. For reductions on a device, see `devices/agreement.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ Gradients stay in `.grad`, and results are copied back: where packing casts, and
 In other buckets they become views of the wire buffer: see `places.InWire`.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 import operator

@@ -1,7 +1,5 @@
 """All optimizers of one world. One backward may reach the parameters of several: a GAN has two."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

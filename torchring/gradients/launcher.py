@@ -9,8 +9,6 @@ every core already computes there, and a second thread would only take turns wit
 goes on meanwhile. Either way no rank waits for late peers before its backward is over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time
@@ -51,7 +49,7 @@ class Launcher:
         all_reduce: AllReduce[Any],
         ledger: Ledger,
         progress: Progress | None = None,
-        waiting: set[Launcher] | None = None,
+        waiting: "set[Launcher] | None" = None,
     ) -> None:
         self.buckets: list[Bucket] = []
         self.ledger = ledger
@@ -355,7 +353,7 @@ class Launcher:
         if not self._all_reduce.in_background:
             self.reduction.busy_seconds += seconds
 
-    def _at(self, bucket: Reducible) -> _At:
+    def _at(self, bucket: Reducible) -> "_At":
         """Inside, other ranks and warnings say that this rank waits for a bucket, and errors between ranks name it."""
         wait = Wait("the reduction of gradients", self.reduction.step, bucket.index, bucket.names[0])
         return _At(self._progress.waiting(wait), self.reduction, bucket)

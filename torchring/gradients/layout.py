@@ -1,7 +1,5 @@
 """The buckets of one optimizer: chooses the algorithm, lays the buckets out, and lays them out anew."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

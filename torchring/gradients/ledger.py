@@ -4,8 +4,6 @@
 reduction left there, so that a tensor which the script has put into `.grad` is noticed.
 """
 
-from __future__ import annotations
-
 import enum
 import operator
 import weakref

@@ -1,7 +1,5 @@
 """`LocalSync`: weights, groups of backwards and skipped steps in a world of one, which reduces nothing."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Copies a bucket's gradients to its wire buffer and back, on the thread of backward."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, TypeVar

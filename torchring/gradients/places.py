@@ -6,8 +6,6 @@ copy of the result: a script may zero, clip or read its gradients through a tens
 this rank scales its own slice when it is summed, in cache: until its bucket leaves, the gradient stays in `.grad`.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import weakref

@@ -3,8 +3,6 @@
 Every rank computes the plan by itself. Ranks compare what `describe` returns before the first byte moves.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ A backward reduces or it does not, decided when its first gradient arrives: ever
 `no_sync()` reduces.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +51,7 @@ class Reducer(Reductions):
     def __init__(
         self,
         setup: Setup,
-        group: OptimizerGroup,
+        group: "OptimizerGroup",
         kinds: Sequence[type[Participant]],
         *,
         guests: Sequence[Participant] = (),
@@ -262,7 +260,7 @@ class Reducer(Reductions):
             )
         self._take_part(reduces=self._leave_out(), skipper=self)
 
-    def _take_part(self, *, reduces: bool, skipper: Reducer | None = None) -> None:
+    def _take_part(self, *, reduces: bool, skipper: "Reducer | None" = None) -> None:
         """Collective: what a backward would do, with what is local already, or nothing."""
         with torch.no_grad(), self._group.skipping(skipper):
             self._begin(reduces=reduces)

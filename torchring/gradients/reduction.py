@@ -10,8 +10,6 @@ Features such as buffers and the replica check are participants: each has a file
 in `rooms.py`, and adds fields to the message. `Reducer` calls the participants, in one order on all ranks.
 """
 
-from __future__ import annotations
-
 import enum
 import struct
 from array import array

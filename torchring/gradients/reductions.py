@@ -3,8 +3,6 @@
 `reducer.py` says which backwards are reduced. What takes part beside the gradients is a `Participant`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,7 +55,7 @@ class Reductions:
     """
 
     def __init__(
-        self, setup: Setup, group: OptimizerGroup, kinds: Sequence[type[Participant]], guests: Sequence[Participant]
+        self, setup: Setup, group: "OptimizerGroup", kinds: Sequence[type[Participant]], guests: Sequence[Participant]
     ) -> None:
         self.world = world = setup.world
         self.options = options = setup.options

@@ -1,7 +1,5 @@
 """Finds options, parameters and models that cannot be reduced, in `wrap` and before a step. Errors say what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Final, Literal, NoReturn, cast, get_args

@@ -11,8 +11,6 @@ the buffer, `torch.save` writes one gradient instead of the whole buffer, and `g
 views.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ were. Autograd adds gradients as they are. So each gets its share of the mean be
 is there already is scaled.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final

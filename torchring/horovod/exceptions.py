@@ -1,7 +1,5 @@
 """The exceptions of Horovod's API, under Horovod's names. `horovod.common.exceptions` has the originals."""
 
-from __future__ import annotations
-
 from torchring.errors import HorovodInternalError
 
 __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt"]
@@ -30,5 +28,5 @@ class HorovodVersionMismatchError(ImportError):
         self.version = version
         self.installed_version = installed_version
 
-    def __reduce__(self) -> tuple[type[HorovodVersionMismatchError], tuple[str | None, str, str]]:
+    def __reduce__(self) -> "tuple[type[HorovodVersionMismatchError], tuple[str | None, str, str]]":
         return type(self), (self.name, self.version, self.installed_version)

@@ -5,8 +5,6 @@ So a listener takes calls from the moment it listens, hangs up on other users at
 particular. A full backlog means "later", and not that a rank is out of reach.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import os
@@ -39,7 +37,7 @@ class Listener:
         self._socket.listen(_BACKLOG)
         self._socket.setblocking(False)
 
-    def __enter__(self) -> Listener:
+    def __enter__(self) -> "Listener":
         return self
 
     def __exit__(self, *_: object) -> None:

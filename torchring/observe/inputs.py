@@ -3,8 +3,6 @@
 Of what it is given: how many samples, and a digest by which equal batches are recognised.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -165,7 +163,7 @@ def _digest(values: _Values) -> int | None:
     return zlib.crc32(raw) + 1
 
 
-_watches: weakref.WeakKeyDictionary[torch.nn.Module, ForwardWatch] = weakref.WeakKeyDictionary()
+_watches: "weakref.WeakKeyDictionary[torch.nn.Module, ForwardWatch]" = weakref.WeakKeyDictionary()
 
 
 class ForwardWatch:

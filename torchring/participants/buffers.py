@@ -11,8 +11,6 @@ each backward that reduces. The result is written when the optimizer steps: unti
 buffers held in forward.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -129,7 +127,7 @@ def _is_writable(buffer: torch.Tensor) -> bool:
     return True
 
 
-def _results_of(world: World) -> list[BufferSync]:
+def _results_of(world: World) -> "list[BufferSync]":
     """Those whose wires hold what is to be written with the next step, the oldest first.
 
     A model may have several optimizers: any of them may reduce, and the step of any of them writes.

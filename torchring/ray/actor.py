@@ -1,7 +1,5 @@
 """The actor that is a rank. It imports PyTorch only if the function does, or if it hosts the store."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

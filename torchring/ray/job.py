@@ -6,8 +6,6 @@ A placement group reserves the resources, and an actor in each of its bundles is
 them, and ends them all if one fails.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

@@ -4,8 +4,6 @@ Ray sets all that torchring needs to find the other workers, so a loop works wit
 `prepare_model(model, parallel_strategy=None)` or leaves `prepare_model` out.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The store is torch.distributed's: a TCPStore between processes, a HashStore betw
 addresses, descriptions of plans and notices of ranks, never gradients.
 """
 
-from __future__ import annotations
-
 import atexit
 import copy
 import logging
@@ -104,7 +102,7 @@ class Rendezvous:
 
         self.on_wait = on_wait
 
-    def with_timeout(self, seconds: float) -> Rendezvous:
+    def with_timeout(self, seconds: float) -> "Rendezvous":
         """The same rendezvous with a shorter timeout: `seconds` for each call, unless its own timeout is shorter."""
         other = copy.copy(self)
         other.timeout_seconds = min(seconds, self.timeout_seconds)

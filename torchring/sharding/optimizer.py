@@ -1,7 +1,5 @@
 """`wrap(..., shard=True)` returns a `ShardedOptimizer`."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence

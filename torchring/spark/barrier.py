@@ -1,7 +1,5 @@
 """`run` and `fit`: the driver's side of a job. See barrier_task.py for that of its tasks."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 import re
@@ -82,7 +80,7 @@ def run(
 
 
 def fit(
-    df: DataFrame,
+    df: "DataFrame",
     train: Callable[..., _T],
     path: str,
     num_proc: int | None = None,
@@ -137,7 +135,7 @@ def _train_on(train: Callable[..., Any], path: str, num_rows: int, *args: Any, *
     return result if torchring.rank() == 0 else None
 
 
-def _check_conf(conf: SparkConf, is_local: bool, use_gpu: bool | None) -> None:
+def _check_conf(conf: "SparkConf", is_local: bool, use_gpu: bool | None) -> None:
     """Raise ValueError if Spark is set up so that a job of ranks cannot run."""
     if not is_local and conf.get("spark.dynamicAllocation.enabled", "false").lower() == "true":
         raise ValueError(
@@ -152,7 +150,7 @@ def _check_conf(conf: SparkConf, is_local: bool, use_gpu: bool | None) -> None:
         )
 
 
-def _context(spark: SparkSession) -> SparkContext:
+def _context(spark: SparkSession) -> "SparkContext":
     if type(spark).__module__.startswith("pyspark.sql.connect"):
         raise ValueError(
             "this session is one of Spark Connect, which does not have barrier mode for RDDs. Use a classic "
@@ -161,7 +159,7 @@ def _context(spark: SparkSession) -> SparkContext:
     return spark.sparkContext
 
 
-def _check_slots(context: SparkContext, num_proc: int | None, is_local: bool) -> int:
+def _check_slots(context: "SparkContext", num_proc: int | None, is_local: bool) -> int:
     """The number of ranks. Raises ValueError if Spark has not as many task slots, and would wait for them for ever."""
     if num_proc is not None and num_proc < 1:
         raise ValueError(f"num_proc must be 1 or more, got {num_proc}")

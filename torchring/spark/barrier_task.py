@@ -1,7 +1,5 @@
 """A task of a barrier stage becomes a rank, and leaves its Python worker, which Spark uses again, as it was."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 In the function that they start, `import horovod.torch as hvd` finds torchring.horovod.
 """
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence

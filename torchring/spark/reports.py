@@ -8,8 +8,6 @@ A connection that ends without the last line is that of a rank that was killed. 
 but knows partitions only. Without connections, as behind a firewall, jobs run all the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json

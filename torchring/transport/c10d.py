@@ -1,7 +1,5 @@
 """Transport over torch.distributed: a Gloo process group of torchring's own, apart from the script's collectives."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -116,17 +114,17 @@ class C10dTransport:
     def sums(self, dtype: torch.dtype) -> bool:
         return dtype in _SUMMED
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> C10dTransfer:
+    def start_all_reduce(self, tensor: torch.Tensor) -> "C10dTransfer":
         options = dist.AllreduceOptions()  # a sum
         return self.start(lambda group: group.allreduce([tensor], options) if tensor.numel() else None)
 
-    def start_broadcast(self, tensor: torch.Tensor, src: int) -> C10dTransfer:
+    def start_broadcast(self, tensor: torch.Tensor, src: int) -> "C10dTransfer":
         options = dist.BroadcastOptions()
         options.rootRank = self.ranks.index(src)
         data = contiguous_bytes(tensor)
         return self.start(lambda group: group.broadcast([data], options) if data.numel() else None)
 
-    def start(self, operation: Callable[[Backend], BackendWork | None]) -> C10dTransfer:
+    def start(self, operation: Callable[[Backend], BackendWork | None]) -> "C10dTransfer":
         """Start a collective of the group. What it reads and writes belongs to the group until the end.
 
         `operation` returns None if there are no bytes to move.
@@ -160,7 +158,7 @@ class C10dTransport:
             raise closed(self._failure.error, self.rank)
         return self._group
 
-    def finish(self, transfer: C10dTransfer, work: BackendWork) -> None:
+    def finish(self, transfer: "C10dTransfer", work: BackendWork) -> None:
         """Wait until `transfer` is done."""
         self._open_group()
         self.guard(work.wait if work.is_completed() else partial(self._attend, work))

@@ -9,8 +9,6 @@ of all workers, a generation begins when all workers that were started have come
 ended, and without those that have not come 30 s after there were enough.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 from collections.abc import Iterable, Sequence
@@ -45,7 +43,7 @@ class Coordinator:
         randomness: where the jitter of cooldowns comes from.
     """
 
-    def __init__(self, limits: Limits, now: float, hands: Driver, randomness: random.Random | None = None) -> None:
+    def __init__(self, limits: Limits, now: float, hands: "Driver", randomness: random.Random | None = None) -> None:
         self.limits = limits
         self.size = limits.size  # number of workers with which the job starts, known once there are hosts
         self.orders = Orders()  # what all workers are to hear

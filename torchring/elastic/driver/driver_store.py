@@ -3,8 +3,6 @@
 The socket is there before torch is: workers can be started at once, and import torch while the driver does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import socket

@@ -1,7 +1,5 @@
 """The options of `torchring run --elastic`, among them those of horovodrun's elastic mode."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any, Final
 

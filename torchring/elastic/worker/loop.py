@@ -1,7 +1,5 @@
 """`run`: calls a training function in one generation after the other, until it returns."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -85,7 +83,7 @@ def _worker() -> Worker | None:
     return worker
 
 
-def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
+def _run_once(state: State, call: Callable[[], _T], signals: "Signals") -> _T:
     """Without a driver."""
     world = default_world()
     change = world.shared(MembershipChange)
@@ -112,7 +110,7 @@ def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
     return result
 
 
-def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals) -> _T:
+def _run(state: State, call: Callable[[], _T], worker: Worker, signals: "Signals") -> _T:
     """With a driver: in one generation after the other."""
     signals.on_signal(worker.ask_to_leave)
     left: dict[str, Any] = {"reason": ""}  # why this rank has left its generation
@@ -198,7 +196,7 @@ class Signals:
         self._received: int | None = None
         self._tell: Callable[[], None] | None = None
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other
             for number in self._numbers:
                 before = signal.getsignal(number)

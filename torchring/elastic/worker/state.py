@@ -5,8 +5,6 @@ rank is lost, some survivors may have finished the step that others have not. Th
 on.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable
@@ -247,7 +245,7 @@ class State:
         if worker is not None:
             worker.num_steps = counters.steps
 
-    def _compare(self, world: World, *, has_failed: bool) -> list[_Row]:
+    def _compare(self, world: World, *, has_failed: bool) -> "list[_Row]":
         """The progress of all ranks. Collective."""
         progress = -1 if self._is_fresh else self._progress
         saved = self._saving.newest_step() if self._is_fresh or self._shares.sharded else -1
@@ -258,7 +256,7 @@ class State:
         tensors = collectives_of(world).all_gather(torch.tensor([mine], dtype=torch.int64, device="cpu"))
         return [_Row(*tensor.flatten().tolist()) for tensor in tensors]
 
-    def _meet(self, world: World, rows: list[_Row]) -> None:
+    def _meet(self, world: World, rows: "list[_Row]") -> None:
         """Collective: have what the rank has that is furthest, and reduce with these ranks."""
         if world.size > 1:
             options = [f"{name}: {options_of(each)}" for name, each in self._parts.optimizers.items()]
@@ -273,7 +271,7 @@ class State:
             guests = []
         self._shares.deal_out(world, src)
 
-    def _share(self, world: World, rows: list[_Row]) -> int:
+    def _share(self, world: World, rows: "list[_Row]") -> int:
         """Give all ranks what one of them has, but for the state of optimizers with shard=True. Collective.
 
         Returns that rank.

@@ -1,7 +1,5 @@
 """States of an elastic job, which survive a failure: a model, an optimizer, a sampler, and any other values."""
 
-from __future__ import annotations
-
 import copy
 import queue
 import time

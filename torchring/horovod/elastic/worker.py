@@ -4,8 +4,6 @@ The driver starts workers, says which of them train together, and announces chan
 talks to the driver; this module translates between the two.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import signal
@@ -30,10 +28,10 @@ NO_UPDATE: Final = 0
 REMOVED: Final = 1
 ADDED: Final = 2
 
-_worker: ElasticWorker | None = None  # of this process
+_worker: "ElasticWorker | None" = None  # of this process
 
 
-def find_worker() -> ElasticWorker | None:
+def find_worker() -> "ElasticWorker | None":
     """This process as a worker. None if `torchring run --elastic` did not start it: ranks stay as they are.
 
     Raises TopologyError if the driver does not answer.
@@ -47,7 +45,7 @@ def find_worker() -> ElasticWorker | None:
     return _worker
 
 
-def current_worker() -> ElasticWorker | None:
+def current_worker() -> "ElasticWorker | None":
     """The worker that `init` has found. None before `init`, and if ranks stay as they are."""
     return _worker if _worker is not None and _worker.elastic.is_own else None
 

@@ -14,8 +14,6 @@ buckets of one optimizer. Positions count the operations of a sequence. A rank w
 Times are those of CLOCK_MONOTONIC in nanoseconds, which all processes of a host share.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -45,7 +43,7 @@ PID, PHASE, PHASE_SINCE, SAMPLED_AT, TEXT_BYTES, TEXT_CHECKSUM = range(6)
 class Entry(Progress):
     """How far this rank has come, where other ranks read it. See `Progress`."""
 
-    def __init__(self, recorder: FlightRecorder, name: str, words: memoryview) -> None:
+    def __init__(self, recorder: "FlightRecorder", name: str, words: memoryview) -> None:
         self.key = zlib.crc32(name.encode()) + 1  # not 0, the same on all ranks, and unlike that of other entries
         self.wait = Wait(name)  # what a thread waits for. Means nothing if `waiting_since` is 0.
         self.thread = 0  # the thread that waits
@@ -68,7 +66,7 @@ class Entry(Progress):
     def finish(self, position: int) -> None:
         self._words[_FINISHED] = position + 1
 
-    def waiting(self, wait: Wait) -> Entry:
+    def waiting(self, wait: Wait) -> "Entry":
         self.wait = wait
         self.thread = threading.get_ident()
         self._words[_WAITING_SINCE] = time.monotonic_ns()
@@ -155,7 +153,7 @@ class FlightRecorder(Observer):
 
     # For the timer thread
 
-    def waits(self) -> list[CurrentWait]:
+    def waits(self) -> "list[CurrentWait]":
         """What threads of this rank wait for, now."""
         found = []
         for entry in list(self.entries):
@@ -175,7 +173,7 @@ class FlightRecorder(Observer):
         return found
 
     def write_sample(
-        self, phase: Phase, call_site: str, waits: Sequence[CurrentWait], elsewhere: Sequence[object] | None = None
+        self, phase: Phase, call_site: str, waits: "Sequence[CurrentWait]", elsewhere: Sequence[object] | None = None
     ) -> None:
         """Write what the timer thread has seen. `elsewhere`: a wait of this rank in another world, as `said` below."""
         words, now = self._words, time.monotonic_ns()

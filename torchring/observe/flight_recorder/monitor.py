@@ -4,8 +4,6 @@ Between hosts the thread also sends what this rank has recorded to the store, th
 connection that the rendezvous has, without waiting for an answer. Nothing of this happens on the way of a gradient.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import socket
@@ -57,7 +55,7 @@ class StallMonitor:
         limit: float,  # seconds of waiting after which this rank warns; 0 for never. Then there is no timer thread.
         operations: Mapping[int, str] = types.MappingProxyType({}),  # see `FlightRecorder`
         # those of this rank, in the world of all ranks and its groups; this one is added.
-        monitors: list[StallMonitor] | None = None,
+        monitors: "list[StallMonitor] | None" = None,
     ) -> None:
         self._rank = rendezvous.rank
         self._limit = limit

@@ -4,8 +4,6 @@ A stamp is a look at the clock and two appended integers, 0.2 us. A step has abo
 bucket. Finished steps are kept as arrays of integers, which the garbage collector does not look at.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -113,13 +111,13 @@ class Recorder(Observer):
         """The number of an optimizer, by its group, and names and sizes of parameters. It may be wrapped again."""
         return self._numbers.setdefault(about, len(self._numbers))
 
-    def follow(self, device: CudaAccelerator) -> None:
+    def follow(self, device: "CudaAccelerator") -> None:
         """From now on, times are those at which the work of `device` is done."""
         if self._device is None:
             self._device = DeviceTimes(device, time.perf_counter_ns())
 
     def add_reduction(
-        self, buckets: Sequence[int], stall_ns: int, packing_ns: int, marks: Sequence[tuple[CudaMark, CudaMark]] = ()
+        self, buckets: Sequence[int], stall_ns: int, packing_ns: int, marks: "Sequence[tuple[CudaMark, CudaMark]]" = ()
     ) -> None:
         """Buckets have been reduced.
 
@@ -168,7 +166,7 @@ class Recorder(Observer):
         if line and (step, phase) == (self.num_steps, self.in_phase):
             self._samples.append(Sample(step, phase, line))
 
-    def last_steps(self, count: int = NUM_STEPS) -> list[array[int]]:
+    def last_steps(self, count: int = NUM_STEPS) -> "list[array[int]]":
         """The newest steps that a device has finished, encoded, the oldest first."""
         device = self._device
         for _ in range(3):
@@ -181,7 +179,7 @@ class Recorder(Observer):
 
     def trace(
         self, ended_by: str = "end", count: int = NUM_STEPS, first: int = 0
-    ) -> tuple[RankTrace, list[array[int]]]:
+    ) -> "tuple[RankTrace, list[array[int]]]":
         """(the trace without steps, the newest steps from number `first` on, as rows)."""
         run_info = replace(
             self.run_info,

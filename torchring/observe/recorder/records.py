@@ -16,8 +16,6 @@ seven for each bucket. Their order is that of the constants below, and of the at
 `BucketRecord`. A thousand rows take no time of the garbage collector.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -177,7 +175,7 @@ class RankTrace:
     samples: tuple[Sample, ...] = ()  # of these steps, ten a second
 
 
-def step_row(own: Sequence[int], phases: Sequence[int], buckets: Sequence[int]) -> array[int]:
+def step_row(own: Sequence[int], phases: Sequence[int], buckets: Sequence[int]) -> "array[int]":
     """A step; `own` is what comes before NUM_PHASES, `phases` and `buckets` are rows one after the other."""
     row = array("q", (*own, len(phases) // PHASE_LENGTH, len(buckets) // BUCKET_LENGTH))
     row.extend(phases)

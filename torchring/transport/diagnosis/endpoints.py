@@ -1,7 +1,5 @@
 """Checks the addresses at which Gloo listens on the ranks, before Gloo connects."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -36,7 +34,7 @@ class Endpoint:
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
-    def decode(text: bytes) -> Endpoint:
+    def decode(text: bytes) -> "Endpoint":
         return Endpoint(**json.loads(text))
 
     @property
