@@ -25,17 +25,11 @@ BACKENDS: Final = get_args(Backend)
 
 @dataclass
 class _ThisProcess:
-    """This process, and the worlds that it has joined.
+    """This process, and the worlds that it has joined."""
 
-    Attributes:
-        world: the default world, while one is open.
-        pid: of the process that joined; None before the first world.
-        forked: why this process cannot join: it was forked from a rank.
-    """
-
-    world: World | None = None
-    pid: int | None = None
-    forked: RingError | None = None
+    world: World | None = None  # the default world, while one is open
+    pid: int | None = None  # of the process that joined; None before the first world
+    forked: RingError | None = None  # why this process cannot join: it was forked from a rank
 
     def after_fork(self) -> None:  # called after that of `world.py`, so a world of several ranks has its failure by now
         if self.world is not None and self.world.size == 1:

@@ -85,16 +85,6 @@ class World:
         is_provisional: a world of one, in place of which a world of several ranks is to open: collectives raise.
         outer: the world of all ranks, if this one is of a group: see `groups.py`.
         members: the ranks of that world in the group, in the order of their ranks here.
-
-    Attributes:
-        groups: the worlds of the groups that this rank has opened, by their members. They end with this one.
-        host: the ranks that share memory with this rank.
-        hosts: all ranks, grouped by shared memory, in order of each group's first rank.
-        num_reductions: number of reductions of gradients, by all optimizers of this rank.
-        advice: what peers are told to do that still need this rank when its script has ended.
-        failure: the error that broke this world. A broken world sends nothing more.
-        observer: hears what this rank does.
-        check_data: whether ranks look for mistakes in their data.
     """
 
     def __init__(
@@ -118,13 +108,15 @@ class World:
         # Who takes part
         self._outer = outer  # not this one: that would be a cycle of references
         self.members = tuple(members)
+        # The worlds of the groups that this rank has opened, by their members. They end with this one.
         self.groups: dict[tuple[int, ...], World] = {}
         self.rank = rank
         self.size = size
         self.launcher = launcher
         self.is_provisional = is_provisional
         self.rendezvous: Rendezvous | None = None
-        self.host: HostGroup | None = None
+        self.host: HostGroup | None = None  # the ranks that share memory with this rank
+        # All ranks, grouped by shared memory, in order of each group's first rank
         self.hosts: tuple[tuple[int, ...], ...] = ((rank,),)
         self._cores = os.sched_getaffinity(0)  # of the ranks of this host
 
@@ -132,14 +124,14 @@ class World:
         self.backend = backend
         self.timeout_seconds = timeout_seconds
         self.stall_warning_seconds = stall_warning_seconds
-        self.check_data = True
+        self.check_data = True  # whether ranks look for mistakes in their data
 
         # From opening to failure or close
         self.is_open = True
-        self.failure: RingError | None = None
-        self.observer = Observers()
-        self.num_reductions = 0
-        self.advice = _ADVICE
+        self.failure: RingError | None = None  # the error that broke this world. A broken world sends nothing more.
+        self.observer = Observers()  # hears what this rank does
+        self.num_reductions = 0  # number of reductions of gradients, by all optimizers of this rank
+        self.advice = _ADVICE  # what peers are told to do that still need this rank when its script has ended
         self._pid = os.getpid()
         self._told_of_failure: weakref.WeakKeyDictionary[Fails, None] = weakref.WeakKeyDictionary()
         self._closing: list[Callable[[], None]] = []

@@ -17,34 +17,21 @@ from torchring.world import Group
 
 @dataclass(eq=False)
 class Pass:
-    """One iteration over what is left of an epoch.
-
-    Attributes:
-        epoch: its number.
-        length: number of samples of the epoch.
-        start: number of samples that were used when the pass began.
-        rank, size: this process and its group, which shares the pass.
-        unit: number of samples of a global batch. The last one may be smaller.
-        iterator: draws the batches. Gone when the loop is over, unless workers of the `DataLoader` stay.
-        num_drawn: number of batches that have been drawn. Workers of a `DataLoader` draw ahead of the loop.
-        num_asked: number of batches up to the last one whose weight was asked for.
-        num_ahead: number of batches that had been drawn and not asked for when a weight was asked for first.
-        num_used: number of batches that finished steps have used, where steps are counted.
-        is_exhausted: there was nothing more to draw.
-    """
+    """One iteration over what is left of an epoch."""
 
     epoch: int
-    length: int
-    start: int
-    rank: int
+    length: int  # number of samples of the epoch
+    start: int  # number of samples that were used when the pass began
+    rank: int  # of this process in its group, which shares the pass
     size: int
-    unit: int
+    unit: int  # number of samples of a global batch. The last one may be smaller.
+    # Draws the batches. Gone when the loop is over, unless workers of the `DataLoader` stay
     iterator: Callable[[], Iterator[Any] | None] = lambda: None
-    num_drawn: int = 0
-    num_asked: int = 0
-    num_ahead: int = 0
-    num_used: int = 0
-    is_exhausted: bool = False
+    num_drawn: int = 0  # number of batches that have been drawn. Workers of a `DataLoader` draw ahead of the loop.
+    num_asked: int = 0  # number of batches up to the last one whose weight was asked for
+    num_ahead: int = 0  # number of batches that had been drawn and not asked for when a weight was asked for first
+    num_used: int = 0  # number of batches that finished steps have used, where steps are counted
+    is_exhausted: bool = False  # there was nothing more to draw
 
     @property
     def num_batches(self) -> int:
@@ -76,11 +63,7 @@ class Pass:
 
 
 class Place:
-    """This process and its group, as a script gives them, or else torchring when it is asked. Raises ValueError.
-
-    Attributes:
-        group: lists of ranks, which are those of this rank's group in any process; None if all ranks share.
-    """
+    """This process and its group, as a script gives them, or else torchring when it is asked. Raises ValueError."""
 
     def __init__(self, rank: int | None = None, size: int | None = None, group: Group | None = None) -> None:
         if (rank is None) != (size is None) or (rank is not None and size is not None and not 0 <= rank < size):
@@ -88,6 +71,7 @@ class Place:
         if rank is not None and group is not None:
             raise ValueError("a group says what rank and size are; leave out these, or group")
         self._given = None if rank is None or size is None else (rank, size)
+        # Lists of ranks, which are those of this rank's group in any process; None if all ranks share
         self.group = None if group is None else [default_world.members_of(group)]
 
     def __call__(self) -> tuple[int, int]:

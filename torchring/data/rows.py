@@ -198,16 +198,12 @@ class RowGroups(SplitDataset):
 
 
 class _Rows(Iterator[Any]):
-    """One iteration, in one worker. It begins with its first row.
-
-    Attributes:
-        epoch: the epoch.
-        used: what was used of it before: numbers of ranks, and of rows that each of these has used.
-    """
+    """One iteration, in one worker. It begins with its first row."""
 
     def __init__(self, dataset: RowGroups) -> None:
         self._dataset = dataset
         self.epoch = dataset.epoch
+        # What was used of it before: numbers of ranks, and of rows that each of these has used
         self.used = dataset._used[1] if dataset._used[0] == self.epoch else []
         self._num_taken = 0  # rows that this worker has yielded; with batches, as if the last were not smaller
         self._is_over = False

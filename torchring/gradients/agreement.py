@@ -38,24 +38,15 @@ class Timing:
 
 
 class Agreement:
-    """Ends the reductions of one optimizer. `DeviceAgreement` overrides this where a device reduces.
+    """Ends the reductions of one optimizer. `DeviceAgreement` overrides this where a device reduces."""
 
-    Attributes:
-        overlap: what `stats()` reports: "inline", "thread" or "stream".
-        starts_at_once: whether a bucket can leave without a wait for other ranks, which may be waiting in another
-            all-reduce.
-        knows_at_once: whether `agree` finds all that is not finite, so that `find_non_finite` is not collective.
-        stream_notes: what hooks call on a device, see `hooks.make_hook`.
-        works: the all-reduces of the last reduction's buckets, on a device, if it was dated.
-    """
-
-    knows_at_once = True
-    starts_at_once = True
-    stream_notes: StreamNotes | None = None
-    works: Sequence[Any] = ()
+    knows_at_once = True  # `agree` finds all that is not finite, so that `find_non_finite` is not collective
+    starts_at_once = True  # a bucket leaves without a wait for other ranks, which may wait in another all-reduce
+    stream_notes: StreamNotes | None = None  # what hooks call on a device, see `hooks.make_hook`
+    works: Sequence[Any] = ()  # the all-reduces of the last reduction's buckets, on a device, if it was dated
 
     def __init__(self, all_reduce: AllReduce[Any], timing: Timing, num_ranks: int) -> None:
-        self.overlap = "thread" if all_reduce.in_background else "inline"
+        self.overlap = "thread" if all_reduce.in_background else "inline"  # or "stream": for `stats()`
         self._all_reduce = all_reduce
         self._timing = timing
         self._num_ranks = num_ranks

@@ -43,16 +43,9 @@ class Bucket:
         specs, parameters: all of the optimizer's; the plan's slots are indices into both.
         packing: makes the copies.
         ledger: what is known about each gradient.
-
-    Attributes:
-        is_in_wire: whether packing makes `.grad` a view of the wire buffer.
-        names, parameters: one per slot.
-        unused: slots of parameters that this rank has not used in this reduction.
-        reduction: the reduction under way, or the last one.
-        copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once. Others are only counted.
     """
 
-    is_in_wire = False
+    is_in_wire = False  # whether packing makes `.grad` a view of the wire buffer
 
     def __init__(
         self,
@@ -75,6 +68,7 @@ class Bucket:
         self._are_complex = any(spec.dtype.is_complex for spec in self._specs)
         self._first = first = ledger.positions[plan.slots[0].parameter]
         self._positions = slice(first, first + len(plan.slots))  # in the ledger
+        # For each slot, whether `mark_ready` copies the gradient at once. Others are only counted.
         self.copies_on_arrival = [not packing.is_asynchronous and is_large(plan, slot) for slot in plan.slots]
         self._small = [slot for slot, copies in enumerate(self.copies_on_arrival) if not copies]
         # Each gradient's place in the wire. `referenced` counts references, so nothing else may refer to a view.
@@ -84,9 +78,9 @@ class Bucket:
         ]
 
         # The reduction
-        self.reduction = Reduction(0)
+        self.reduction = Reduction(0)  # the reduction under way, or the last one
         self.state = BucketState.IDLE
-        self.unused: set[int] = set()
+        self.unused: set[int] = set()  # slots of parameters that this rank has not used in this reduction
         self._has_arrived = [False] * len(plan.slots)
         self._num_missing = len(plan.slots)
         self._missing: list[int] = []  # slots that had not arrived when backward ended

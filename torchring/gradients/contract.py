@@ -88,26 +88,17 @@ def stats_of(
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """What `wrap` was given, for those who take part in reductions. Not to be kept: it refers to the model.
-
-    Attributes:
-        optimizer: the wrapped optimizer.
-        names: of its parameters, in its order; may grow.
-        sparse: its parameters whose gradients are sparse.
-        ignored: parameters and buffers of `model` that belong to this rank.
-        inputs: sees what the model is given.
-        is_sharded: each rank has the optimizer state of other parameters.
-    """
+    """What `wrap` was given, for those who take part in reductions. Not to be kept: it refers to the model."""
 
     world: World
-    optimizer: Optimizer
+    optimizer: Optimizer  # the wrapped optimizer
     model: torch.nn.Module | None
-    names: Mapping[torch.nn.Parameter, str]
-    sparse: Collection[torch.nn.Parameter]
-    ignored: Collection[torch.Tensor]
+    names: Mapping[torch.nn.Parameter, str]  # of its parameters, in its order; may grow
+    sparse: Collection[torch.nn.Parameter]  # its parameters whose gradients are sparse
+    ignored: Collection[torch.Tensor]  # parameters and buffers of `model` that belong to this rank
     options: Options
-    inputs: Any
-    is_sharded: bool
+    inputs: Any  # sees what the model is given
+    is_sharded: bool  # each rank has the optimizer state of other parameters
 
     @property
     def has_buffers(self) -> bool:

@@ -36,12 +36,6 @@ class Launcher:
         progress: says which buckets this rank has launched, and for which one it waits.
         waiting: the launchers with a launched bucket that still waits for this rank's part. One set for all optimizers
             that a backward may reach: their hooks help each other.
-
-    Attributes:
-        buckets: in plan order.
-        reduction: the reduction under way, or the last one.
-        ready_order: the order in which the gradients of the first reduction became ready, by parameter index. None
-            while that reduction is still to be finished, and after `forget_order`.
     """
 
     def __init__(
@@ -51,7 +45,7 @@ class Launcher:
         progress: Progress | None = None,
         waiting: "set[Launcher] | None" = None,
     ) -> None:
-        self.buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []  # in plan order
         self.ledger = ledger
         self._bucket_of: dict[int, Bucket] = {}  # by parameter index
         self._slot_of: dict[int, int] = {}
@@ -59,7 +53,7 @@ class Launcher:
         self._progress = progress or Progress()
 
         # The reduction
-        self.reduction = Reduction(0)
+        self.reduction = Reduction(0)  # the reduction under way, or the last one
         self._waiting = set() if waiting is None else waiting
         self._pending: list[tuple[Reducible, BucketWork]] = []
         self._num_advanced = 0  # how many of `_pending` have this rank's part
@@ -70,6 +64,8 @@ class Launcher:
         self._last: dict[Bucket, int] = {}  # the parameter whose hook counts what was noted
 
         # The first reduction, after which the plan follows the order of gradients
+        # The order in which the gradients of the first reduction became ready, by parameter index. None while that
+        # reduction is still to be finished, and after `forget_order`.
         self.ready_order: list[int] | None = None
         self._order_so_far: list[int] | None = []
 

@@ -70,16 +70,6 @@ class BucketLayout:
         options: see `Options`.
         specs, parameters: what is laid out.
         progress, waiting: see `Launcher`.
-
-    Attributes:
-        specs, parameters: all that are laid out. They grow with `add`.
-        all_reduce: reduces wire buffers.
-        ledger: what is known about each gradient.
-        choice: the algorithm, and why it was chosen.
-        reason: why this algorithm was chosen, and where this rank runs.
-        launcher: has the buckets.
-        agreement: how ranks agree at the end of a reduction, on the host or with a device.
-        timing: how long reductions took.
     """
 
     def __init__(
@@ -91,11 +81,11 @@ class BucketLayout:
         progress: Progress,
         waiting: set[Launcher],
     ) -> None:
-        self.specs = list(specs)
+        self.specs = list(specs)  # this and the next grow with `add`
         self.parameters = list(parameters)
         self.world = world
         self.options = options
-        self.timing = Timing()
+        self.timing = Timing()  # how long reductions took
         device = specs[0].device
         ranks, on_device = (world.size, world.num_nodes), accelerator_of(device) is not None
         self._on_device = on_device
@@ -105,11 +95,12 @@ class BucketLayout:
         if (size := default_bucket_mb(*ranks, self.choice.algorithm, on_device=on_device)) != self._bucket_mb:
             self._bucket_mb = size
             plan = self.plan()
+        # Why this algorithm reduces wire buffers, and where this rank runs
         self.reason = "; ".join(filter(None, (self.choice.reason, os.environ.get(room("placement").PLACE, ""))))
         world.on_failure(self.all_reduce)
-        self.ledger = Ledger(is_sum=options.is_sum)
+        self.ledger = Ledger(is_sum=options.is_sum)  # what is known about each gradient
         self.launcher = Launcher(self.all_reduce, self.ledger, progress, waiting)
-        self.agreement: Agreement
+        self.agreement: Agreement  # how ranks agree at the end of a reduction, on the host or with a device
         if on_device:
             self.agreement = room("device agreement").DeviceAgreement(
                 world, self.all_reduce, self.timing, self.specs, self.parameters

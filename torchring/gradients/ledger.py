@@ -35,16 +35,12 @@ class Ledger:
     Args:
         is_sum: whether gradients are added up over ranks, and not averaged. A gradient that was reduced before must not
             be added to: the gradient would be counted once per rank.
-
-    Attributes:
-        positions: the place in this order, by index of the parameter.
-        status: by position.
     """
 
     def __init__(self, *, is_sum: bool = False) -> None:
         self.is_sum = is_sum
-        self.positions: dict[int, int] = {}
-        self.status: list[GradientStatus] = []
+        self.positions: dict[int, int] = {}  # the place in this order, by index of the parameter
+        self.status: list[GradientStatus] = []  # by position
         self._names: list[str] = []
         self._parameters: list[torch.nn.Parameter] = []
         # The tensors that held results, and their versions then. References are weak, so that zero_grad() still frees a

@@ -26,16 +26,12 @@ class LocalSync:
         parameters: of the optimizer; may grow.
         accumulate: number of backwards that are reduced together.
         skips_non_finite: whether to leave out a step if a gradient is not finite. Otherwise nobody looks.
-
-    Attributes:
-        world: set before a method is called that records a step.
-        accumulate, no_sync_depth, num_skipped_steps: see `Reducer`.
     """
 
-    world: World
+    world: World  # set before a method is called that records a step
 
     def __init__(self, parameters: Collection[torch.nn.Parameter], *, accumulate: int, skips_non_finite: bool) -> None:
-        self.accumulate = accumulate
+        self.accumulate = accumulate  # this and the next two: see `Reducer`
         self.no_sync_depth = 0
         self.num_skipped_steps = 0
         self._parameters = parameters

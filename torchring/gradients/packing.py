@@ -40,12 +40,9 @@ class Packing:
         wire: the wire buffer.
         num_ranks: how many add up.
         suspects: gets what is found.
-
-    Attributes:
-        is_asynchronous: whether a stream of a device makes the copies, after the calls have returned.
     """
 
-    is_asynchronous = False
+    is_asynchronous = False  # whether a stream of a device makes the copies, after the calls have returned
 
     def __init__(
         self,

@@ -91,19 +91,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One wire buffer, and the places of gradients in it.
-
-    Attributes:
-        dtype: dtype of the gradients, or of their real and imaginary parts if they are complex.
-        wire_dtype: dtype of the wire buffer.
-        numel: number of elements of the whole wire buffer.
-    """
+    """One wire buffer, and the places of gradients in it."""
 
     index: int
-    dtype: torch.dtype
-    wire_dtype: torch.dtype
+    dtype: torch.dtype  # dtype of the gradients, or of their real and imaginary parts if they are complex
+    wire_dtype: torch.dtype  # dtype of the wire buffer
     slots: tuple[Slot, ...]
-    numel: int
+    numel: int  # number of elements of the whole wire buffer
 
     @property
     def num_bytes(self) -> int:

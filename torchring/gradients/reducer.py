@@ -37,15 +37,6 @@ class Reducer(Reductions):
         kinds: what takes part in a reduction beside weights, in this order.
         guests: participants that a room sends; they come before the others.
         owner: the optimizer; referred to weakly.
-
-    Attributes:
-        accumulate: number of backwards per reduction; may change between reductions, on all ranks alike.
-        no_sync_depth: how many `no_sync()` the script is in. Backwards there only accumulate, and do not count towards
-            `accumulate`.
-        num_skipped_steps: how many steps were left out, because a gradient was not finite.
-        failure: the error that ended the last backward between ranks. Gradients are worth nothing after it.
-        in_backward: whether a backward of these parameters is under way.
-        thread: runs the hooks of that backward, if its parameters are on the CPU; else 0.
     """
 
     def __init__(
@@ -60,18 +51,21 @@ class Reducer(Reductions):
         super().__init__(setup, group, kinds, guests)
         self.owner = weakref.ref(owner)
         self.model: Callable[[], object] = _no_model if setup.model is None else weakref.ref(setup.model)
-        self.num_skipped_steps = 0
+        self.num_skipped_steps = 0  # how many steps were left out, because a gradient was not finite
+        # The error that ended the last backward between ranks. Gradients are worth nothing after it.
         self.failure: BaseException | None = None
         self.is_closed = False
 
         # Whether a backward reduces
+        # Number of backwards per reduction; may change between reductions, on all ranks alike
         self.accumulate = setup.options.accumulate
+        # How many `no_sync()` the script is in. Backwards there only accumulate, and do not count towards `accumulate`.
         self.no_sync_depth = 0
         self._num_backwards = 0  # since the last reduction, without those inside no_sync()
 
         # The backward under way
-        self.in_backward = False
-        self.thread = 0
+        self.in_backward = False  # whether a backward of these parameters is under way
+        self.thread = 0  # runs the hooks of that backward, if its parameters are on the CPU; else 0
         self._reduces = False
         self._has_reduction = False  # that backward
 

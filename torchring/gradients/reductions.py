@@ -38,20 +38,6 @@ class Reductions:
         group: the reducers of that world.
         kinds: what takes part beside weights, in this order.
         guests: participants that a room sends; they come before the others.
-
-    Attributes:
-        parameters, specs: those that are reduced. They grow with `extend`.
-        frozen: parameters that are reduced as soon as they require a gradient.
-        progress: says how far the reductions are.
-        layout: the buckets.
-        launcher: has the reduction under way, or the last one.
-        ledger: what is known about the gradients.
-        weights: of this rank's backwards.
-        participants: what takes part in a reduction beside weights, in this order on all ranks.
-        buffers, noise: the participants that make the model's buffers equal, and measure the noise scale, if there.
-        num_steps: how many optimizer steps this rank has made.
-        on_ready: for each parameter, what its hook calls with its index when it has its gradient.
-        stream_notes: what hooks call on a device.
     """
 
     def __init__(
@@ -60,8 +46,10 @@ class Reductions:
         self.world = world = setup.world
         self.options = options = setup.options
         self._is_sum = options.is_sum
-        self.num_steps = 0
+        self.num_steps = 0  # how many optimizer steps this rank has made
+        # Parameters that are reduced as soon as they require a gradient
         self.frozen = [parameter for parameter in setup.names if not parameter.requires_grad]
+        # For each parameter, what its hook calls with its index when it has its gradient
         self.on_ready: Sequence[Callable[[int], None]] = ()
         self._names, self._sparse = setup.names, setup.sparse
         self._group = group
@@ -72,19 +60,20 @@ class Reductions:
         parameters = [parameter for parameter in setup.names if parameter.requires_grad]
         specs = list(map(self._spec_of, parameters))
         self._check_agreement(specs, collectives_of(world))
-        self.progress = world.observer.open_progress("gradients")
+        self.progress = world.observer.open_progress("gradients")  # says how far the reductions are
         self.layout = BucketLayout(world, options, specs, parameters, self.progress, group.waiting)
-        self.specs, self.parameters = self.layout.specs, self.layout.parameters
-        self.launcher = self.layout.launcher
-        self.stream_notes = self.layout.agreement.stream_notes
-        self.ledger = self.layout.ledger
+        self.specs, self.parameters = self.layout.specs, self.layout.parameters  # that are reduced; grow with `extend`
+        self.launcher = self.layout.launcher  # has the reduction under way, or the last one
+        self.stream_notes = self.layout.agreement.stream_notes  # what hooks call on a device
+        self.ledger = self.layout.ledger  # what is known about the gradients
         self._heard: Callable[[Meanwhile], object] | None = None  # waits for the messages of the reduction
         self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the reduction under way
         trained, frozen = self.parameters, self.frozen
-        self.weights = Weights(lambda: [*trained, *newly_trainable(frozen)])
+        self.weights = Weights(lambda: [*trained, *newly_trainable(frozen)])  # of this rank's backwards
         self._may_lose_results = False  # of an earlier reduction, if all weights are 0
-        self.buffers: Any = None
-        self.noise: Any = None
+        self.buffers: Any = None  # the participant that makes the model's buffers equal
+        self.noise: Any = None  # the participant that measures the noise scale
+        # What takes part in a reduction beside weights, in this order on all ranks
         self.participants: list[Participant] = []
         self.take_in(*guests, *(kind(self, setup) for kind in kinds))
 

@@ -54,13 +54,6 @@ class Weights:
     Args:
         parameters: returns those that may get gradients.
         on_first: returns what the first gradient of a backward with a weight calls. None: others call `begin`.
-
-    Attributes:
-        num_backwards: how many backwards have contributed since the last reduction, those inside `no_sync()` included.
-        has_skipped: whether this rank has left out a backward since the last reduction.
-        total: the weight of these backwards. None if they have none.
-        next: the weight that was given for the backward that comes, if there is one.
-        last: the weight of the backward under way, or of the last one.
     """
 
     def __init__(
@@ -68,8 +61,8 @@ class Weights:
         parameters: Callable[[], Iterable[torch.Tensor]],
         on_first: Callable[[], Callable[[], None] | None] | None = None,
     ) -> None:
-        self.next: float | None = None
-        self.last: float | None = None
+        self.next: float | None = None  # the weight that was given for the backward that comes, if there is one
+        self.last: float | None = None  # the weight of the backward under way, or of the last one
         self._parameters = parameters
         self._on_first = on_first
         self._hooked: dict[int, tuple[Node, RemovableHandle]] = {}  # by id: for the next backward, or that under way
@@ -78,9 +71,9 @@ class Weights:
 
     def reset(self) -> None:
         """Local gradients are reduced, or gone. A weight that was given for the next backward stays."""
-        self.num_backwards = 0
-        self.has_skipped = False
-        self.total: float | None = None
+        self.num_backwards = 0  # how many have contributed since the last reduction, those inside `no_sync()` included
+        self.has_skipped = False  # whether this rank has left out a backward since the last reduction
+        self.total: float | None = None  # the weight of these backwards, if they have one
         self._left: tuple[weakref.ref[torch.Tensor], int] | None = None  # a gradient that is there, and its version
 
     def give(self, weight: float) -> None:
