@@ -84,8 +84,7 @@ def hop(
 
 
 @lazy_jit(
-    do_not_specialize=("wires", "signals", "rank", "share", "numel", "abort"),
-    uses=(words_of, send, wait, poison, hop),
+    do_not_specialize=("wires", "signals", "rank", "share", "numel", "abort"), uses=(words_of, send, wait, poison, hop)
 )
 @no_type_check
 def _ring_kernel(

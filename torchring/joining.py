@@ -19,13 +19,7 @@ from torchring.collectives.service import Join, collectives_of, internal_collect
 from torchring.default_world import world_of
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.reducer import Reducer
-from torchring.initial_state import (
-    broadcast_state,
-    check_broadcastable,
-    check_sendable,
-    copy_from,
-    is_sharded,
-)
+from torchring.initial_state import broadcast_state, check_broadcastable, check_sendable, copy_from, is_sharded
 from torchring.optimizer import DistributedOptimizer, names_of, others_of, sync_of
 from torchring.world import World
 

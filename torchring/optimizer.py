@@ -32,11 +32,7 @@ from torchring.gradients.local import LocalSync
 from torchring.gradients.plan import Compression
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Participant
-from torchring.gradients.validation import (
-    GradientOp,
-    OnNonfinite,
-    parameters_of,
-)
+from torchring.gradients.validation import GradientOp, OnNonfinite, parameters_of
 from torchring.gradients.weights import check_weight
 from torchring.optimizer_wrapper import with_held
 from torchring.rooms import room

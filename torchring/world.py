@@ -166,11 +166,7 @@ class World:
         rendezvous.claim_rank()
         self.host = connect(rendezvous)
         rendezvous.watch = self.host.check_peers
-        mine = {
-            "host": self.host.ranks,
-            "cores": sorted(os.sched_getaffinity(0)),
-            "backend": self.backend,
-        }
+        mine = {"host": self.host.ranks, "cores": sorted(os.sched_getaffinity(0)), "backend": self.backend}
         cards = [json.loads(text) for text in rendezvous.all_gather("world", json.dumps(mine).encode())]
         if len(first := {card["backend"]: peer for peer, card in reversed([*enumerate(cards)])}) > 1:
             named = ", ".join(f"{backend!r} on rank {peer}" for backend, peer in sorted(first.items()))

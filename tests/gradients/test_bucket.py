@@ -564,9 +564,7 @@ def on_device(accelerator: FakeAccelerator, streams: set[object], *parameters: i
     return fake_ranks(1, *parameters, open_packing=open_packing, **options)[0]
 
 
-def test_on_a_device_all_streams_are_weighed_by_launches_that_are_prepared_once(
-    accelerator: FakeAccelerator,
-) -> None:
+def test_on_a_device_all_streams_are_weighed_by_launches_that_are_prepared_once(accelerator: FakeAccelerator) -> None:
     """First in memory of their own, and then in the wire buffer."""
     streams = set[object]()
     rank = on_device(accelerator, streams, 2, 2)

@@ -57,9 +57,7 @@ def test_held_buckets_all_leave_at_the_end_before_one_is_waited_for() -> None:
     assert starts(rank) == [0]
 
 
-def test_where_a_backward_may_reach_several_optimizers_few_buckets_leave(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_a_backward_may_reach_several_optimizers_few_buckets_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """The all-reduce waits for other ranks where too many are, and these may wait for this one in another reduction."""
     monkeypatch.setattr(launcher_module, "MAX_PENDING", 2)
     rank = buckets(4)

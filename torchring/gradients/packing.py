@@ -45,12 +45,7 @@ class Packing:
     is_asynchronous = False  # whether a stream of a device makes the copies, after the calls have returned
 
     def __init__(
-        self,
-        scale: float,
-        plan: BucketPlan,
-        wire: torch.Tensor,
-        num_ranks: int,
-        suspects: list[Suspect],
+        self, scale: float, plan: BucketPlan, wire: torch.Tensor, num_ranks: int, suspects: list[Suspect]
     ) -> None:
         self.scale = scale
         self._plan = plan
