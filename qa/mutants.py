@@ -10,8 +10,6 @@ it replaces functions by dispatchers, which ranks in other processes know nothin
 Each mutant runs in a copy of the tree. First, all these tests run once as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

@@ -1,7 +1,5 @@
 """`group=`: what ranks do among some of the ranks, beside what all do; and groups that cannot be."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Ranks of a group raise, are interrupted, die and wait crosswise: its ranks say so, and other groups go on."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """Groups of ranks train as jobs of their own do: over one dimension of a mesh, in pipelines, and beside each other."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Sequence

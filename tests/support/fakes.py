@@ -1,7 +1,5 @@
 """An all-reduce whose ranks take turns on one thread, with the gradients that it reduces."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ class FakeAllReduce:
 
     algorithm = "fake"
 
-    def __init__(self, group: list[FakeAllReduce], in_background: bool = False) -> None:
+    def __init__(self, group: "list[FakeAllReduce]", in_background: bool = False) -> None:
         group.append(self)
         self.group = group
         self.in_background = in_background
@@ -55,7 +53,7 @@ class FakeAllReduce:
         buffers = [torch.full((numel,), float("nan"), dtype=dtype) for numel, dtype in specs]
         return [FakeWire(index, buffer.data, buffer) for index, buffer in enumerate(buffers)]
 
-    def start(self, wire: FakeWire) -> FakeWork:
+    def start(self, wire: FakeWire) -> "FakeWork":
         self.note(f"start {wire.index}")
         self.parts.append(wire.tensor.to(torch.float64, copy=True))
         return FakeWork(self, wire, len(self.parts))
