@@ -69,41 +69,29 @@ class World:
 
     A part of torchring learns of the other ranks through the World that it is handed. So N worlds can live in N threads
     of one process.
-
-    Args:
-        store: a key-value store that exactly these ranks share; None for a world of one rank.
-        rank: number of this process, 0 <= rank < size.
-        size: number of processes.
-        local_rank: number of this process on its host; by default its position among the ranks of this host.
-        timeout_seconds: how long a live rank may keep the others waiting.
-        launcher: name of what started the ranks, for messages.
-        store_host: the rank whose process hosts the store; None if no rank's process does.
-        backend: the engine between hosts, "gloo" or "mpi"; the same on every rank.
-        is_one_host: whether the launcher says that all ranks run on this host. Then they share memory, or none opens.
-        job: the launcher's name for the job that all these ranks belong to; "" if the launcher gives none.
-        stall_warning_seconds: how long this rank waits before it logs which rank is missing; 0 for never.
-        is_provisional: a world of one, in place of which a world of several ranks is to open: collectives raise.
-        outer: the world of all ranks, if this one is of a group: see `groups.py`.
-        members: the ranks of that world in the group, in the order of their ranks here.
     """
 
     def __init__(
         self,
-        store: Store | None,
-        rank: int,
-        size: int,
+        store: Store | None,  # a key-value store that exactly these ranks share; None for a world of one rank
+        rank: int,  # number of this process, 0 <= rank < size
+        size: int,  # number of processes
         *,
+        # Number of this process on its host; by default its position among the ranks of this host
         local_rank: int | None = None,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        launcher: str = "none",
-        store_host: int | None = None,
-        backend: str = "gloo",
-        job: str = "",
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,  # how long a live rank may keep the others waiting
+        launcher: str = "none",  # name of what started the ranks, for messages
+        store_host: int | None = None,  # the rank whose process hosts the store; None if no rank's process does
+        backend: str = "gloo",  # the engine between hosts, "gloo" or "mpi"; the same on every rank
+        job: str = "",  # the launcher's name for the job that all these ranks belong to; "" if the launcher gives none
+        # Whether the launcher says that all ranks run on this host. Then they share memory, or none opens.
         is_one_host: bool = False,
+        # How long this rank waits before it logs which rank is missing; 0 for never
         stall_warning_seconds: float = DEFAULT_WARNING_SECONDS,
+        # A world of one, in place of which a world of several ranks is to open: collectives raise
         is_provisional: bool = False,
-        outer: "World | None" = None,
-        members: Sequence[int] = (),
+        outer: "World | None" = None,  # the world of all ranks, if this one is of a group: see `groups.py`
+        members: Sequence[int] = (),  # the ranks of that world in the group, in the order of their ranks here
     ) -> None:
         # Who takes part
         self._outer = outer  # not this one: that would be a cycle of references

@@ -60,23 +60,16 @@ class _Unfinished:
 
 
 class DeviceAgreement(Agreement):
-    """For reductions on a device.
-
-    Args:
-        world: of any size.
-        all_reduce: works in a stream of the device.
-        timing: gets the seconds of every reduction that the device has finished.
-        specs, parameters: all of the optimizer's; both lists may grow.
-    """
+    """For reductions on a device."""
 
     knows_at_once = False
 
     def __init__(
         self,
-        world: World,
-        all_reduce: OnStream,
-        timing: Timing,
-        specs: Sequence[ParameterSpec],
+        world: World,  # of any size
+        all_reduce: OnStream,  # works in a stream of the device
+        timing: Timing,  # gets the seconds of every reduction that the device has finished
+        specs: Sequence[ParameterSpec],  # all of the optimizer's; this list and the next may grow
         parameters: Sequence[torch.nn.Parameter],
     ) -> None:
         super().__init__(all_reduce, timing, world.size)

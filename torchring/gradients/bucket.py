@@ -36,25 +36,18 @@ class Bucket:
     """The gradients of one `BucketPlan`, on this rank. For the thread that runs backward.
 
     Only the launcher calls what changes `state`.
-
-    Args:
-        plan: what belongs here.
-        wire: the wire buffer; it belongs to the all-reduce while the bucket is REDUCING, and else to the bucket.
-        specs, parameters: all of the optimizer's; the plan's slots are indices into both.
-        packing: makes the copies.
-        ledger: what is known about each gradient.
     """
 
     is_in_wire = False  # whether packing makes `.grad` a view of the wire buffer
 
     def __init__(
         self,
-        plan: BucketPlan,
-        wire: Wire,
-        specs: Sequence[ParameterSpec],
-        parameters: Sequence[torch.nn.Parameter],
-        packing: Packing,
-        ledger: Ledger,
+        plan: BucketPlan,  # what belongs here
+        wire: Wire,  # the wire buffer; it belongs to the all-reduce while the bucket is REDUCING, and else to the bucket
+        specs: Sequence[ParameterSpec],  # all of the optimizer's; the plan's slots are indices into them
+        parameters: Sequence[torch.nn.Parameter],  # the same
+        packing: Packing,  # makes the copies
+        ledger: Ledger,  # what is known about each gradient
     ) -> None:
         # What belongs here
         self.plan = plan

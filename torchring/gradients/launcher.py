@@ -28,21 +28,15 @@ _TAGS_PER_REDUCTION: Final = 1 << 20  # how far this rank is: number of the redu
 
 
 class Launcher:
-    """Moves buckets from state to state; nothing else does. For the thread that runs backward.
-
-    Args:
-        all_reduce: reduces the buckets.
-        ledger: what is known about each gradient.
-        progress: says which buckets this rank has launched, and for which one it waits.
-        waiting: the launchers with a launched bucket that still waits for this rank's part. One set for all optimizers
-            that a backward may reach: their hooks help each other.
-    """
+    """Moves buckets from state to state; nothing else does. For the thread that runs backward."""
 
     def __init__(
         self,
-        all_reduce: AllReduce[Any],
-        ledger: Ledger,
-        progress: Progress | None = None,
+        all_reduce: AllReduce[Any],  # reduces the buckets
+        ledger: Ledger,  # what is known about each gradient
+        progress: Progress | None = None,  # says which buckets this rank has launched, and for which one it waits
+        # The launchers with a launched bucket that still waits for this rank's part. One set for all optimizers that a
+        # backward may reach: their hooks help each other.
         waiting: "set[Launcher] | None" = None,
     ) -> None:
         self.buckets: list[Bucket] = []  # in plan order

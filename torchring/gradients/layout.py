@@ -58,21 +58,15 @@ class BucketLayout:
 
     After the first reduction the plan is rebuilt once, in the order in which rank 0's gradients really became ready.
     A layer that is registered last and never used would hold all other buckets back until backward has ended.
-
-    Args:
-        world: has more than one rank.
-        options: see `Options`.
-        specs, parameters: what is laid out.
-        progress, waiting: see `Launcher`.
     """
 
     def __init__(
         self,
-        world: World,
+        world: World,  # has more than one rank
         options: Options,
-        specs: Sequence[ParameterSpec],
+        specs: Sequence[ParameterSpec],  # what is laid out
         parameters: Sequence[torch.nn.Parameter],
-        progress: Progress,
+        progress: Progress,  # this and the next: see `Launcher`
         waiting: set[Launcher],
     ) -> None:
         self.specs = list(specs)  # this and the next grow with `add`

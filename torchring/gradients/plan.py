@@ -128,29 +128,22 @@ def default_bucket_mb(num_ranks: int, num_hosts: int, algorithm: str, *, on_devi
 
 
 def build_plan(
-    specs: Sequence[ParameterSpec],
+    specs: Sequence[ParameterSpec],  # in registration order
     *,
-    bucket_bytes: int,
-    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    bucket_bytes: int,  # cap, in bytes of gradient; 0 gives every parameter its own bucket
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES,  # cap of the first bucket of each (dtype, device)
+    # Cap of the last bucket of all, if it has several parameters: the others go before it
     last_bucket_bytes: int | None = None,
-    compression: str | None = None,
+    compression: str | None = None,  # a key of COMPRESSIONS; narrows wider floating-point gradients on the wire
+    # Indices into specs of what to lay out, in the order in which gradients become ready. Default: all, in reverse
+    # registration order.
     order: Sequence[int] | None = None,
-    first_index: int = 0,
+    first_index: int = 0,  # of the buckets
 ) -> Plan:
     """Fill buckets in `order` until each has reached its cap.
 
     Caps are soft, as in DistributedDataParallel: a parameter that crosses the cap still goes in and closes the bucket.
     No parameter is split. A bucket holds one dtype on one device.
-
-    Args:
-        specs: in registration order.
-        bucket_bytes: cap, in bytes of gradient; 0 gives every parameter its own bucket.
-        first_bucket_bytes: cap of the first bucket of each (dtype, device).
-        last_bucket_bytes: cap of the last bucket of all, if it has several parameters: the others go before it.
-        compression: a key of COMPRESSIONS; narrows wider floating-point gradients on the wire.
-        order: indices into specs of what to lay out, in the order in which gradients become ready. Default: all, in
-            reverse registration order.
-        first_index: of the buckets.
 
     Example: three fp32 parameters of 4, 2 and 3 elements and a cap of 16 bytes: the bucket (2, 1), reached first, holds
     parameter 2 at element 0 and parameter 1 at element 16 (64-byte aligned); parameter 0 has the second to itself.

@@ -29,24 +29,16 @@ if TYPE_CHECKING:
 
 
 class Reducer(Reductions):
-    """The backwards and steps of one optimizer, beside its reductions. Opening it is collective.
-
-    Args:
-        setup: what is reduced. Its world has more than one rank.
-        group: the reducers of that world.
-        kinds: what takes part in a reduction beside weights, in this order.
-        guests: participants that a room sends; they come before the others.
-        owner: the optimizer; referred to weakly.
-    """
+    """The backwards and steps of one optimizer, beside its reductions. Opening it is collective."""
 
     def __init__(
         self,
-        setup: Setup,
-        group: "OptimizerGroup",
-        kinds: Sequence[type[Participant]],
+        setup: Setup,  # what is reduced. Its world has more than one rank.
+        group: "OptimizerGroup",  # the reducers of that world
+        kinds: Sequence[type[Participant]],  # what takes part in a reduction beside weights, in this order
         *,
-        guests: Sequence[Participant] = (),
-        owner: object,
+        guests: Sequence[Participant] = (),  # participants that a room sends; they come before the others
+        owner: object,  # the optimizer; referred to weakly
     ) -> None:
         super().__init__(setup, group, kinds, guests)
         self.owner = weakref.ref(owner)

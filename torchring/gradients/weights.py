@@ -49,16 +49,12 @@ unequal_shares: Final[weakref.WeakSet[Any]] = weakref.WeakSet()  # iterations ov
 
 
 class Weights:
-    """The weights of the backwards of one optimizer, on one rank.
-
-    Args:
-        parameters: returns those that may get gradients.
-        on_first: returns what the first gradient of a backward with a weight calls. None: others call `begin`.
-    """
+    """The weights of the backwards of one optimizer, on one rank."""
 
     def __init__(
         self,
-        parameters: Callable[[], Iterable[torch.Tensor]],
+        parameters: Callable[[], Iterable[torch.Tensor]],  # returns those that may get gradients
+        # Returns what the first gradient of a backward with a weight calls. None: others call `begin`.
         on_first: Callable[[], Callable[[], None] | None] | None = None,
     ) -> None:
         self.next: float | None = None  # the weight that was given for the backward that comes, if there is one
