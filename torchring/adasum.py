@@ -35,9 +35,7 @@ _NOISE: Final = 1e-12  # of squares
 def coefficients(gram: torch.Tensor, hosts: Sequence[Sequence[int]] = ()) -> torch.Tensor:
     """The weights [N] of N tensors in their Adasum, fp64; 1 where a product is not finite: the sum shows what is wrong.
 
-    Args:
-        gram: [N, N] fp64, the scalar products.
-        hosts: the ranks of each host. Default: all are on one host.
+    `gram` [N, N], fp64, has the scalar products; `hosts` the ranks of each host. Default: all are on one host.
     """
     if not bool(gram.isfinite().all()):
         return torch.ones_like(gram[0])

@@ -142,8 +142,7 @@ def shutdown() -> None:
 def leave(reason: str) -> None:
     """`shutdown()` where the script of this rank has ended, but its process lives on, as workers of frameworks do.
 
-    Args:
-        reason: told to peers that still wait for this rank, such as "its training loop had ended".
+    Peers that still wait for this rank are told the reason, such as "its training loop had ended".
     """
     if _process.world is not None:
         _process.world.say_why_it_ends(reason)

@@ -173,9 +173,7 @@ def _joins_of(world: World) -> list[Join]:
 def follow_others(group: OptimizerGroup, *, counts: bool = False) -> int:
     """Collective: take part in the reductions of the ranks that still have data, until no rank has.
 
-    Args:
-        group: the optimizers.
-        counts: whether this rank counts in their means, with zeros: it drops its gradients. Else its weight is 0.
+    With `counts`, this rank counts in their means, with zeros: it drops its gradients. Else its weight is 0.
 
     Returns the number of reductions that this rank took part in. The last rank to end returns the smallest number.
     """

@@ -255,11 +255,9 @@ def _refuse(world: World, reason: str) -> NoReturn:
 
 
 def _gather(world: World, own: Tensor, number: float, detail: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Collective: from all ranks `number` [ranks, 1] and both rows of `own` [ranks, C], as fp64.
+    """Collective: from all ranks `number` [ranks, 1] and both rows of `own` [2, C] as [ranks, C], in fp64.
 
-    Args:
-        own: [2, C].
-        detail: equal on all ranks, else they raise PlanMismatchError.
+    Where `detail` is not equal on all ranks, they raise PlanMismatchError.
     """
     mine = torch.cat([own.new_tensor([number], dtype=torch.float64), own.double().flatten()])
     signature = Signature("SyncBatchNorm", detail.strip(), f"{own.shape[1]} channels")

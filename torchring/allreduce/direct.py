@@ -76,11 +76,9 @@ class DirectWork:
 
 
 class DirectAllReduce:
-    """All-reduce in shared memory, opened by all ranks of `group` together. See `AllReduce`.
+    """All-reduce in shared memory, opened by all ranks of `group`, those of this host, together. See `AllReduce`.
 
-    Args:
-        group: the ranks of this host.
-        in_background: reduce buckets on a thread, one after the other. If not, they proceed in calls of the caller.
+    With `in_background`, a thread reduces buckets, one after the other. Else they proceed in calls of the caller.
     """
 
     algorithm = "direct"

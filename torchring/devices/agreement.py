@@ -206,7 +206,7 @@ def _first_bad(indices: Sequence[int], parameters: Sequence[torch.nn.Parameter],
 def _first_finding(in_inputs: Sequence[float], in_sums: Sequence[float]) -> tuple[int | None, int] | None:
     """(rank, parameter) of the lowest rank that found something in its own gradients; else (None, parameter).
 
-    Args: of each rank, 1 + the index of a parameter, or 0.
+    The arguments have of each rank 1 + the index of a parameter, or 0.
     """
     for rank, found in enumerate(in_inputs):
         if found:

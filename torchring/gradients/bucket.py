@@ -43,7 +43,7 @@ class Bucket:
     def __init__(
         self,
         plan: BucketPlan,  # what belongs here
-        wire: Wire,  # the wire buffer; it belongs to the all-reduce while the bucket is REDUCING, and else to the bucket
+        wire: Wire,  # the wire buffer; the all-reduce has it while the bucket is REDUCING, and else the bucket
         specs: Sequence[ParameterSpec],  # all of the optimizer's; the plan's slots are indices into them
         parameters: Sequence[torch.nn.Parameter],  # the same
         packing: Packing,  # makes the copies

@@ -178,8 +178,7 @@ class OptimizerGroup:
     def end_backward(self, caller: Reducer, *, is_alone: bool = False) -> None:
         """A backward that reached `caller` is about to return: finish the reducers that it has reached.
 
-        Args:
-            is_alone: those of this world only.
+        With `is_alone`, those of this world only.
         """
         if len(self.of_this_rank) > 1 and not is_alone:
             room("groups").end_together(self, caller)

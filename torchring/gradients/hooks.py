@@ -74,11 +74,9 @@ def make_hook(reducer: Reducer, index: int) -> Hook:
 
 
 class BackwardWatch:
-    """Calls back once at the end of the outermost backward.
+    """Calls `on_end` once at the end of the outermost backward, on the thread of backward(), just before it returns.
 
-    Args:
-        on_end: called on the thread of backward(), just before it returns.
-        on_abort: called if backward or `on_end` raised, as soon as the engine has let go of it.
+    Calls `on_abort` if backward or `on_end` raised, as soon as the engine has let go of it.
     """
 
     def __init__(self, on_end: Callable[[], None], on_abort: Callable[[], None]) -> None:

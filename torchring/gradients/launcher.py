@@ -240,11 +240,7 @@ class Launcher:
         self.launch(is_over=True)
 
     def wait(self, *, discard: bool = False) -> None:
-        """Return when every bucket that has left is REDUCED. Raises what went wrong.
-
-        Args:
-            discard: leave the buckets as they are.
-        """
+        """Return when every bucket that has left is REDUCED; `discard` leaves it as it is. Raises what went wrong."""
         started = time.perf_counter()
         pending, self._pending = self._pending, []
         num_advanced, self._num_advanced = self._num_advanced, 0

@@ -32,9 +32,8 @@ class GradientStatus(enum.Enum):
 class Ledger:
     """The gradients of one optimizer, in the order of the plan: those of a bucket side by side, sparse ones last.
 
-    Args:
-        is_sum: whether gradients are added up over ranks, and not averaged. A gradient that was reduced before must not
-            be added to: the gradient would be counted once per rank.
+    With `is_sum`, gradients are added up over ranks, and not averaged. Then a gradient that was reduced before must not
+    be added to: the gradient would be counted once per rank.
     """
 
     def __init__(self, *, is_sum: bool = False) -> None:

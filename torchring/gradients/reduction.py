@@ -164,11 +164,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class MessageFormat:
-    """The fields of the message about one optimizer, equal on all ranks.
-
-    Args:
-        fields: names of what participants add.
-    """
+    """The fields of the message about one optimizer, equal on all ranks. `fields`: names of what participants add."""
 
     def __init__(self, fields: Iterable[str]) -> None:
         self._fields = (*OF_REDUCER, *fields)

@@ -33,11 +33,7 @@ if TYPE_CHECKING:
 class Reductions:
     """Begins and finishes reductions. Opening it is collective.
 
-    Args:
-        setup: what is reduced. Its world has more than one rank.
-        group: the reducers of that world.
-        kinds: what takes part beside weights, in this order.
-        guests: participants that a room sends; they come before the others.
+    For the arguments see `Reducer`.
     """
 
     def __init__(
@@ -106,11 +102,8 @@ class Reductions:
 
         Sends nothing, except before the second reduction: the first one has shown the order in which gradients become
         ready, so the buckets are rebuilt. At that point zero_grad() has usually dropped the old buffers, so old and new
-        buffers need not exist side by side. With `is_unordered` buckets are rebuilt in `finish_reduction`.
-
-        Args:
-            is_unordered: see `Reduction`.
-            is_again: another reduction for the same backward, which has left its results in `.grad`.
+        buffers need not exist side by side. With `is_unordered` (see `Reduction`) buckets are rebuilt in
+        `finish_reduction`. `is_again`: another reduction for the same backward, which has left its results in `.grad`.
         """
         launcher, weights = self.launcher, self.weights
         launcher.drain()

@@ -155,8 +155,7 @@ def _allgather(
 ) -> Collective:
     """The tensors of all ranks, one after the other along dimension 0, in rank order. Differentiable.
 
-    Args:
-        tensor: any dtype, at least one dimension; only the size of dimension 0 may differ between ranks.
+    Tensors have any dtype, and at least one dimension; only the size of dimension 0 may differ between ranks.
     """
     check_tensors(tensors, "allgather", have_rows=True)
     num_rows = [len(tensor) for tensor in tensors]
@@ -179,8 +178,7 @@ def broadcast_of(
 ) -> Collective:
     """The tensor of rank `root_rank`, which is a global rank, on all ranks. Differentiable. Returns a new tensor.
 
-    Args:
-        tensor: any dtype, the same shape on all ranks. Does not change.
+    The tensor has any dtype, and the same shape on all ranks. It does not change.
     """
     check_tensors(tensors, "broadcast")
     ranks = ranks_of(process_set)

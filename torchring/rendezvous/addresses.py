@@ -59,9 +59,7 @@ def gloo_address(environ: Mapping[str, str], interfaces: Sequence[Sequence[str]]
     GLOO_SOCKET_IFNAME decides if it is set: Gloo takes the address of the first interface that the variable names.
     Otherwise Gloo takes the first address in `resolved` that belongs to this host, or 127.0.0.1 if none does.
 
-    Args:
-        interfaces: what `list_interfaces` returns.
-        resolved: the addresses of this host's name, from `resolve`.
+    `interfaces` is what `list_interfaces` returns, `resolved` the addresses of this host's name, from `resolve`.
 
     Returns "" if GLOO_SOCKET_IFNAME names an interface that does not exist.
     """

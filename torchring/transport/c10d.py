@@ -43,9 +43,7 @@ class C10dTransport:
     """See `Transport`. Opening it is collective.
 
     Args:
-        rendezvous: the world's store.
-        name: name of the channel; unique in this world, the same on every rank.
-        host: the ranks of this host; known to be alive or not.
+        rendezvous, name, host: see `Culprits`.
         ranks: the ranks to connect; by default all. Ranks may be in different groups, each in one.
     """
 

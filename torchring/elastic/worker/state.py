@@ -209,8 +209,7 @@ class State:
     def _enter(self, world: World, worker: Worker | None, *, has_failed: bool) -> None:
         """Become what the rank is that is furthest, and have everything reduce with the ranks of `world`. Collective.
 
-        Args:
-            has_failed: this rank returns to its last commit, and so do all ranks.
+        With `has_failed`, this rank returns to its last commit, and so do all ranks.
 
         Raises:
             PlanMismatchError: ranks have states that differ in what they consist of, or a rank could not load.
@@ -335,11 +334,7 @@ class State:
         self._parts.become(copy_of(self._committed[1]))  # loading keeps tensors, and the next exception may come
 
     def _load_newest(self, *, is_lost: bool) -> None:
-        """Become what the newest checkpoint has, if there is one.
-
-        Args:
-            is_lost: there is a way back only.
-        """
+        """Become what the newest checkpoint has, if there is one. `is_lost`: there is a way back only."""
         if self._saving.load_newest():
             if is_lost:
                 _log.warning(
@@ -361,10 +356,9 @@ class State:
         return None if self._saving.folder is None else self._parts.everything()
 
     def _save_now(self, everything: dict[str, Any] | None = None) -> str:
-        """Write a checkpoint. Returns its path; "" without a folder, or on failure.
+        """Write a checkpoint of what `_gather` has returned, or of what this rank has when the ranks have parted.
 
-        Args:
-            everything: as `_gather` has returned it. By default, what this rank has when the ranks have parted.
+        Returns its path; "" without a folder, or on failure.
         """
         if self._is_fresh or self._saving.folder is None:
             return ""

@@ -98,9 +98,8 @@ class Entry(Progress):
 class FlightRecorder(Observer):
     """Where this rank says what it is doing, for the threads that train.
 
-    Args:
-        memory: MEMORY_BYTES bytes, zeroed, which other ranks may read.
-        operations: the outermost operation between ranks that each thread is in, by thread.
+    `memory` has MEMORY_BYTES bytes, zeroed, which other ranks may read; `operations` the outermost operation between
+    ranks that each thread is in, by thread.
     """
 
     def __init__(self, memory: memoryview, operations: Mapping[int, str]) -> None:

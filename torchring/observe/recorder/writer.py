@@ -42,9 +42,7 @@ class TraceWriter:
     When a recorder ends, its whole trace takes their place. If a file cannot be written, training goes on, and one
     warning says so.
 
-    Args:
-        folder: where to write; made when something is written.
-        is_of_block: leave out steps that have ended before now.
+    The folder is made when something is written. With `is_of_block`, steps that have ended before now are left out.
     """
 
     def __init__(self, folder: Path, *, is_of_block: bool = False) -> None:
