@@ -3,8 +3,10 @@ host offers, `torchring report` says what bounds a job that was traced, `torchri
 on a cluster, `torchring bench` runs one of the benchmarks that are installed with the package."""
 
 import argparse
+import ast
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -16,36 +18,57 @@ from torchring import placement
 from torchring.elastic.driver import options as elastic
 from torchring.elastic.driver.driver import start_elastic
 from torchring.launch import horovodrun
-from torchring.launch.arguments import Parser, did_you_mean, hosts_of, positive, setting
+from torchring.launch.arguments import Parser, did_you_mean, hosts_of, positive, setting, whole
 from torchring.launch.hosts import Host, LaunchError
 from torchring.launch.launcher import LAUNCHERS, start
 from torchring.launch.output import OutputOptions
 from torchring.observe import TRACE
 from torchring.requirements import require_packages
 
+_Command = Callable[[Sequence[str]], int]
+
 _BENCH: Final = Path(__file__).with_name("bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments and (known := _COMMANDS.get(arguments[0])):
-        return known[0](arguments[1:])
+    if arguments and arguments[0] in _COMMANDS:
+        return _COMMANDS[arguments[0]][0](arguments[1:])
     parser = Parser(
         prog="torchring",
         usage="torchring COMMAND ...",
         description="Data-parallel training for PyTorch. `torchring COMMAND --help` shows the options of a command.",
-        epilog="\n".join(["commands:", *(f"  {name:10} {summary}" for name, (_, summary) in _COMMANDS.items())]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(["commands:", *(f"  {name:10} {summary}" for name, (_, _, summary) in _COMMANDS.items())]),
     )
     parser.add_argument("-V", "--version", action="version", version=f"torchring {torchring.__version__}")
+    script = "print a script that completes commands and options in this shell"
+    parser.add_argument("--print-completion", choices=("bash", "zsh"), help=script)
     if arguments and not arguments[0].startswith("-"):
         names = [*_COMMANDS, "--help", "--version"]
         parser.error(f"there is no command {arguments[0]!r}{did_you_mean(arguments[0], names)}")
-    parser.parse_args(arguments)
-    parser.error(f"say which command: {', '.join(_COMMANDS)}")
+    if shell := parser.parse_args(arguments).print_completion:
+        print(_completion(parser, shell))
+        return 0
+    parser.print_help(sys.stderr)
+    return 2
 
 
-def _of_module(name: str, *more: Any) -> Callable[[Sequence[str]], int]:
+def _completion(parser: argparse.ArgumentParser, shell: str) -> str:
+    try:
+        import shtab
+    except ImportError:
+        parser.error("--print-completion needs shtab: pip install shtab")
+    parser.usage = None
+    commands = parser.add_subparsers()
+    for name, (_, parser_of, summary) in _COMMANDS.items():
+        command = commands.add_parser(name, parents=[parser_of()], add_help=False, help=summary)
+        for action in command._actions:
+            if action.metavar in ("FILE", "DIR", "SCRIPT", "JOB.YAML", "..."):
+                vars(action)["complete"] = shtab.FILE
+    return str(shtab.complete(parser, shell))
+
+
+def _of_module(name: str, *more: Any) -> tuple[_Command, Callable[[], argparse.ArgumentParser]]:
     """A command whose module parses its arguments. Its reader may end first, as in `torchring report DIR | head`."""
 
     def command(arguments: Sequence[str]) -> int:
@@ -58,30 +81,36 @@ def _of_module(name: str, *more: Any) -> Callable[[Sequence[str]], int]:
             return 128 + signal.SIGPIPE
         return code
 
-    return command
+    return command, lambda: importlib.import_module(name)._parser()
 
 
 def _run_command(arguments: Sequence[str], program: Sequence[str] = ()) -> int:
     """`torchring run`. `program`: run this, with its arguments, in place of a script that the user names."""
-    run = _parser_of_run()
+    run = _parser_of_run(arguments)
+    if program:
+        run.prog = "torchring doctor"
+        for name in ("--backend", "--timeout", "--gpu", "--json"):  # which the doctor has taken: for suggestions
+            run.add_argument(name)
     options = run.parse_args(arguments)
     if program:
         if options.script is not None:
-            run.error(f"torchring doctor runs no script; leave {options.script!r} out")
+            run.error(f"runs no script; leave {options.script!r} out")
         options.script, *options.arguments = program
     else:
         _keep_dashes(options, arguments)
     if options.script is None:
         taken = [name for name in ("trace", "log_dir") if os.path.isfile(getattr(options, name) or "")]
         hint = f": {getattr(options, taken[0])} was taken for --{taken[0].replace('_', '-')} DIR" if taken else ""
-        run.error(f"say which script to run{hint}")
+        run.error(f"say which script to run{hint or ', as in `torchring run -np 4 train.py`'}")
     try:
         is_elastic = elastic.is_elastic(options)
     except LaunchError as error:
         run.error(str(error))
     is_alone = options.num_proc is None and options.hosts is None and options.hostfile is None
     if is_alone and not is_elastic and options.launcher != "srun":
-        run.error("say how many processes: -np N, or -H HOST:SLOTS,..., or --hostfile FILE")
+        own = {"-np", "-n", "-H"} & {*options.arguments}
+        late = f"; {min(own)} stands behind {options.script}, so {options.script} gets it" if own else ""
+        run.error(f"say how many processes: -np N, or -H HOST:SLOTS,..., or --hostfile FILE{late}")
     if options.quiet and options.log_dir is None:
         run.error("--quiet drops what processes print, unless --log-dir says where to write it")
     return _run(options, is_elastic)
@@ -93,25 +122,42 @@ def _keep_dashes(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         options.arguments.insert(0, "--")
 
 
-def _parser_of_run() -> argparse.ArgumentParser:
-    run = Parser(
+class _RunParser(Parser):
+    def hint(self, word: str) -> str:
+        if horovodrun.is_name(word):
+            return "; --horovod takes it"
+        near = super().hint(word)
+        return near or ("" if "doctor" in self.prog else "; options of the script stand behind the script")
+
+
+def _parser_of_run(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser for these arguments: --elastic and --horovod have it show, and take, more options."""
+    run = _RunParser(
         prog="torchring run",
+        usage="torchring run [options] SCRIPT ...",
         description="Start a script on N processes of this host; or of several, through ssh.",
+        epilog="examples:\n  torchring run -np 4 train.py --epochs 3\n  torchring run -H node1:4,node2:4 train.py\n"
+        "  torchring run -np 4 --trace trace train.py     then: torchring report trace",
     )
     add = run.add_argument
-    number = "number of processes; all slots of -H or --hostfile by default"
+    number = "number of processes (default: all slots of -H or --hostfile)"
     names = ("-np", "-n", "--num-proc", "--nproc-per-node")
-    add(*names, dest="num_proc", type=positive, metavar="N", help=number)
+    # argparse reads -np2 as -n p2
+    add(*names, dest="num_proc", type=lambda text: positive(text.removeprefix("p")), metavar="N", help=number)
     add("--standalone", action="store_true", help=argparse.SUPPRESS)  # torchrun's: so it is without hosts
     add("--nnodes", type=_one_node, help=argparse.SUPPRESS)
     where = run.add_mutually_exclusive_group()
     places = "hosts, and how many processes each takes"
     where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help=places)
     file = "the same, one `host slots=N` or `host:N` a line"
-    where.add_argument("--hostfile", "-hostfile", metavar="FILE", help=file)
+    where.add_argument("--hostfile", metavar="FILE", help=file)
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     env = "for all processes; without =VALUE, as it is set here; may be repeated"
     add("--env", type=setting, action="append", default=[], metavar="NAME[=VALUE]", help=env)
     add("--launcher", type=_launcher, choices=LAUNCHERS, default="auto", help="what starts them; chosen by default")
+    port = whole("a TCP port, 1 to 65535", 1, 65535)
+    add("-p", "--ssh-port", type=port, metavar="PORT", help="of ssh on other hosts")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
     bind = "where each process runs: on physical cores of its own (the default, where there are enough), or a NUMA node"
     add("--bind", choices=placement.MODES, help=bind)
     add("--tag-output", action="store_true", help="put [rank] before each line that a process prints")
@@ -120,9 +166,9 @@ def _parser_of_run() -> argparse.ArgumentParser:
     add("--quiet", action="store_true", help="with --log-dir: do not show it here")
     trace = "write where the time of the last 1,000 steps went to DIR, for `torchring report DIR`; replaces old ones"
     add("--trace", metavar="DIR", help=trace)
-    elastic.add_options(run, where)
-    horovodrun.add_options(run)
-    add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
+    elastic.add_options(run, where, arguments)
+    horovodrun.add_options(run, arguments)
+    horovodrun.ignore(run, ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--master-addr", "--master-port"))
     add("script", nargs="?", metavar="SCRIPT", help="the Python script, or a folder with a __main__.py")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the script")
     return run
@@ -211,38 +257,46 @@ def _benchmarks() -> dict[str, Path]:
     return dict(sorted((scripts | {file.parent.name: file for file in _BENCH.glob("*/__main__.py")}).items()))
 
 
-def _bench(arguments: Sequence[str]) -> int:
-    """Become the benchmark, which ends its own processes. Returns 2 if it cannot be started."""
-    benchmarks = _benchmarks()
+def _parser_of_bench() -> argparse.ArgumentParser:
+    scripts = _benchmarks()
+    titles = {
+        name: (ast.get_docstring(ast.parse(file.read_text())) or "").partition(":")[0] for name, file in scripts.items()
+    }
     bench = Parser(
         prog="torchring bench",
-        description=f"Run a benchmark: {', '.join(benchmarks)}. `torchring bench NAME --help` says what it does.",
+        usage="torchring bench NAME ...",
+        description="Run a benchmark. `torchring bench NAME --help` says what it does.",
+        epilog="\n".join(["benchmarks:", *(f"  {name:10} {re.split('[:.]', titles[name])[0]}" for name in titles)]),
     )
-    bench.add_argument("name", nargs="?", metavar="NAME")
+    bench.add_argument("name", nargs="?", choices=[*scripts], metavar="NAME", help="one of the benchmarks below")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the benchmark")
+    return bench
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    """Become the benchmark, which ends its own processes. Returns 2 if it cannot be started."""
+    bench = _parser_of_bench()
     options = bench.parse_args(arguments)
     _keep_dashes(options, arguments)
-    if (name := options.name) is None:
+    if options.name is None:
         bench.print_help()
         return 0
-    if name not in benchmarks:
-        bench.error(f"there is no benchmark {name!r}, but {', '.join(benchmarks)}{did_you_mean(name, benchmarks)}")
     require_packages()
     sys.stdout.flush()
     try:
-        os.execv(sys.executable, [sys.executable, str(benchmarks[name]), *options.arguments])
+        os.execv(sys.executable, [sys.executable, str(_benchmarks()[options.name]), *options.arguments])
     except OSError as error:
         print(f"torchring bench: cannot start {sys.executable}: {error.strerror}", file=sys.stderr)
     return 2
 
 
-_COMMANDS: Final[dict[str, tuple[Callable[[Sequence[str]], int], str]]] = {
-    "run": (_run_command, "start a script on N processes, of this host or of several"),
-    "doctor": (_of_module("torchring.doctor", _run_command), "say what this host offers, and what is wrong"),
-    "report": (_of_module("torchring.report.command"), "say what bounds a job, from its trace"),
-    "top": (_of_module("torchring.report.show.top"), "show how a job goes that is being traced"),
-    "manifest": (_of_module("torchring.manifest.manifest"), "write what starts a job on Slurm or Kubernetes"),
-    "bench": (_bench, "run a benchmark"),
+_COMMANDS: Final[dict[str, tuple[_Command, Callable[[], argparse.ArgumentParser], str]]] = {
+    "run": (_run_command, _parser_of_run, "start a script on N processes, of this host or of several"),
+    "doctor": (*_of_module("torchring.doctor", _run_command), "say what this host offers, and what is wrong"),
+    "report": (*_of_module("torchring.report.command"), "say what bounds a job, from its trace"),
+    "top": (*_of_module("torchring.report.show.top"), "show how a job goes that is being traced"),
+    "manifest": (*_of_module("torchring.manifest.manifest"), "write what starts a job on Slurm or Kubernetes"),
+    "bench": (_bench, _parser_of_bench, "run a benchmark"),
 }
 
 if __name__ == "__main__":

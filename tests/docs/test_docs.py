@@ -136,7 +136,7 @@ class Commands:
             script = [options.training_script, *options.training_script_args]
             self.check(script if options.no_python else ["python", *script])
         elif program == "horovodrun":  # torchring run takes its options
-            self._torchring(["run", *arguments])
+            self._torchring(["run", "--horovod", *arguments])
         elif program in ("mpirun", "srun"):
             self.check(arguments[next(i for i, word in enumerate(arguments) if word in ("python", "torchring")) :])
         elif program == "python" and arguments[:2] in (["-m", "mpi4py"], ["-m", "torchring.horovod"]):

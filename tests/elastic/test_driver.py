@@ -698,7 +698,7 @@ SSH = {"192.0.2.1": 'exec env -i PATH="$PATH" HOME="$HOME" REPORTS="$REPORTS" sh
 def test_a_job_from_start_to_finish(tmp_path: Path) -> None:
     """A worker of another host is killed and replaced. A signal to the driver ends all."""
     launcher = Launcher(tmp_path, SSH)
-    line = "run --elastic -H localhost:1,192.0.2.1:1 --network-interfaces lo -np 2 --tag-output --log-dir logs"
+    line = "run --elastic -H localhost:1,192.0.2.1:1 --env GLOO_SOCKET_IFNAME=lo -np 2 --tag-output --log-dir logs"
     inherited = {"WORLD_SIZE": "7", "RANK": "3", "MASTER_ADDR": "nowhere"}
     process = launcher.start(*line.split(), launcher.script(WORKER), **inherited)
 

@@ -222,6 +222,16 @@ def test_the_command_is_installed() -> None:
     assert (ran.returncode, ran.stderr) == (2, "torchring run: there is no script 'nowhere.py'\n")
 
 
+def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of what `--help` shows."""
+    code, out, _ = called(["--print-completion", "bash"], capsys)
+    assert code == 0
+    assert subprocess.run(["bash", "-n"], input=out, text=True).returncode == 0
+    assert ("--nproc-per-node" in out, "--trace-json" in out, "--cycle-time-ms" in out) == (True, True, False)
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert "needs shtab: pip install shtab" in called(["--print-completion", "zsh"], capsys)[2]
+
+
 # Benchmarks: `torchring bench` with a folder of our own
 
 ONE = 'import json, sys\nif __name__ == "__main__":\n    print(json.dumps(sys.argv))\n    sys.exit(5)\n'
@@ -231,7 +241,8 @@ def test_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     """The command becomes the benchmark, whose exit code and arguments are its own."""
     code, out, _ = called(["bench"], capsys)
     assert (code, out) == (0, called(["bench", "--help"], capsys)[1])
-    assert all(name in out for name in ("allreduce", "micro", "step"))
+    assert all(f"\n  {name} " in out for name in ("allreduce", "micro", "step"))
+    assert called([], capsys) == (2, "", called(["--help"], capsys)[1])
     (tmp_path / "micro").mkdir()
     for name, source in {"one": ONE, "tool": "def main(): ...", "__init__": "", "micro/__main__": ""}.items():
         (tmp_path / f"{name}.py").write_text(source)
@@ -244,7 +255,7 @@ def test_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(cli, "_BENCH", tmp_path)
     code, out, err = called(["bench", "tool"], capsys)
     assert (code, out) == (2, "")
-    assert err.startswith("torchring bench: there is no benchmark 'tool', but micro, one")
+    assert err.startswith("torchring bench: argument NAME: invalid choice: 'tool' (choose from ")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     message = "torchring bench: cannot start /nowhere/python: No such file or directory\n"
     assert called(["bench", "one"], capsys) == (2, "", message)

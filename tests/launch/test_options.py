@@ -31,6 +31,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     def start(*arguments: Any, **options: Any) -> int:
         names = ("command", "num_proc", "hosts", "env", "launcher", "output")
         seen.append({**dict(zip(names, arguments, strict=True)), **options})
+        seen[-1]["env"].pop("PYTHONPATH", None)  # of --horovod
         return 7
 
     def start_elastic(command: Any, limits: Limits, hosts: Hosts, *_: Any) -> int:
@@ -67,11 +68,11 @@ def test_what_stands_behind_the_script_is_taken_apart_by_nobody(started: Started
         ("--nproc-per-node 4 --hostfile={file} --launcher ssh", {"num_proc": 4, "hosts": TWO, "launcher": "ssh"}),
         ("-np 1 --env K=V=W --env EMPTY=", {"num_proc": 1, "env": {"K": "V=W", "EMPTY": ""}}),
         ("-np 1 --log-dir logs --tag-output --quiet", {"num_proc": 1, "output": OutputOptions(True, "logs", True)}),
-        ("-np 1 --output-filename logs", {"num_proc": 1, "output": OutputOptions(log_dir="logs")}),
-        ("-np 2 --network-interface eth0,eth1", {"num_proc": 2, "env": SOCKETS}),
+        ("--horovod -np 1 --output-filename logs", {"num_proc": 1, "output": OutputOptions(log_dir="logs")}),
+        ("--horovod -np 2 --network-interface eth0,eth1", {"num_proc": 2, "env": SOCKETS}),
         ("-H a:2,b:3 -p 2222 -i key", {"hosts": TWO, "ssh_options": ["-p", "2222", "-i", "key"]}),
         ("-np 2 --bind numa", {"num_proc": 2, "bind": "numa"}),
-        ("-np 2 --gloo", {"num_proc": 2}),
+        ("--horovod -np 2 --gloo", {"num_proc": 2}),
         ("--standalone --nnodes=1 --nproc_per_node=2", {"num_proc": 2}),  # as torchrun has them
         ("-np 2 --tag_output", {"num_proc": 2, "output": OutputOptions(True)}),
         ("-np 2 --launcher local", {"num_proc": 2, "launcher": "local"}),
@@ -140,11 +141,11 @@ def test_a_python_with_an_equals_sign_in_its_path_starts_afar(tmp_path: Path, mo
         ("--elastic -np 3", Limits(3, 1, 3), 3),
         ("-np 2 --min-np 2", Limits(2, 2, 2), 2),
         ("-np 4 --min-np 2 --max-np 8 --stall-timeout 9", Limits(4, 2, 8, stall_timeout=9), 8),
-        ("--max-num-proc 3", Limits(3, 1, 3), 3),
-        ("-H localhost:5 --min-num-proc 2", Limits(UNLIMITED, 2), 5),
+        ("--max-np 3", Limits(3, 1, 3), 3),
+        ("--horovod -H localhost:5 --min-num-proc 2", Limits(UNLIMITED, 2), 5),
         ("-H localhost:5 -np 2 --elastic --elastic-timeout 7", Limits(2, 1, 2, elastic_timeout=7), 5),
         (
-            "--host-discovery-script true --slots 2 --heartbeat-timeout 3 --stall-timeout 60",
+            "--horovod --host-discovery-script true --slots 2 --heartbeat-timeout 3 --stall-timeout 60",
             Limits(UNLIMITED, heartbeat_timeout=3, stall_timeout=60),
             0,
         ),
@@ -187,18 +188,18 @@ def test_options_that_set_variables(started: Started) -> None:
     line = """--timeline-filename t.json --timeline-mark-cycles --fusion-threshold-mb 2 --cycle-time-ms 3.5
         --no-stall-check --stall-check-warning-time-seconds 4 --stall-check-shutdown-time-seconds 5
         --gloo-timeout-seconds 6 --log-level debug"""
-    run("-np", "1", *line.split(), "--env", "HOROVOD_CYCLE_TIME=9", __file__)
+    run("--horovod", "-np", "1", *line.split(), "--env", "HOROVOD_CYCLE_TIME=9", __file__)
     env = started[0]["env"]
     assert env.pop("HOROVOD_CYCLE_TIME") == "9"  # what --env says counts
     read = read_settings({**env, "HOROVOD_CYCLE_TIME": "3.5"})
     timeline = os.path.abspath("t.json")
     assert read == Settings(2 * 2**20, 0.0035, timeline, True, False, 4, 5, False, logging.DEBUG, 6)
-    run("-np", "1", "--timeline-filename", "DYNAMIC", __file__)
+    run("--horovod", "-np", "1", "--timeline-filename", "DYNAMIC", __file__)
     assert started[1]["env"] == {"HOROVOD_TIMELINE": "DYNAMIC"}  # nothing of the first call's
 
 
 def test_options_without_a_meaning_are_named_in_one_line(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
-    line = "-np 1 --start-timeout 30 --autotune --cache-capacity 9 --start-timeout 31"
+    line = "--horovod -np 1 --start-timeout 30 --autotune --cache-capacity 9 --start-timeout 31"
     run(*line.split(), __file__)
     expected = "torchring run: --start-timeout, --autotune, --cache-capacity: no meaning here, ignored\n"
     assert capsys.readouterr().err == expected

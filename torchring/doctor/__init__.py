@@ -65,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Say what these machines offer, how fast ranks communicate, what algorithm='auto' picks, and what "
         "is wrong. Starts two ranks on this machine, or others with the options of torchring run, such as -np 4 or "
         "-H a:2,b:2. Under mpirun, srun or torchrun it is one of their ranks.",
-        epilog="Exit code: 0 if nothing is wrong, 1 if something is, 2 for a usage error.",
+        epilog="Exit code: 0 if nothing is wrong, 1 if something is, 2 for a usage error.\n\nexamples:\n"
+        "  torchring doctor\n  torchring doctor -H node1:4,node2:4",
     )
     engine = "the engine between hosts, as for init()"
     parser.add_argument("--backend", choices=("auto", "gloo", "mpi"), default="auto", help=engine)

@@ -14,6 +14,14 @@ from torchring.launch.hosts import Host, parse_hosts, read_hostfile, slurm_hosts
 LAUNCHERS_OWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
+class _Help(argparse.HelpFormatter):
+    """Keeps indented lines, which are examples, as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n".join(line if line[:1] == " " else fill(line, width, indent) for line in text.splitlines())
+
+
 class Parser(argparse.ArgumentParser):
     """A usage error is the error, and a line that says where help is. Options may have underscores, as torchrun's may.
 
@@ -21,7 +29,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, **options})
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         for name, action in [*self._option_string_actions.items()]:
@@ -31,9 +39,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         what, _, words = message.partition("unrecognized arguments: ")
         if not what:
-            names = [name for action in self._actions for name in action.option_strings]
-            message += did_you_mean(words.split()[0].partition("=")[0], names)
+            message += self.hint(words.split()[0].partition("=")[0])
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` shows what can be given\n")
+
+    def hint(self, word: str) -> str:
+        """The end of a message about an option that there is not."""
+        shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
+        return did_you_mean(word, [name for action in shown for name in action.option_strings])
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:

@@ -31,8 +31,16 @@ _IGNORED_SWITCHES: Final = """--verbose --mpi --disable-cache --jsrun
     --prefix-output-with-timestamp"""
 _IGNORED_SETTINGS: Final = """--start-timeout --cache-capacity --autotune-log-file --autotune-warmup-samples
     --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --mpi-args
-    --binding-args --num-nccl-streams --thread-affinity --rdzv-backend --rdzv-endpoint --rdzv-id --master-addr
-    --master-port --reset-limit"""
+    --binding-args --num-nccl-streams --thread-affinity --reset-limit"""
+# Names of horovodrun for options of `torchring run`.
+_NAMES: Final = {
+    "-hostfile": "--hostfile",
+    "--output-filename": "--log-dir",
+    "--min-num-proc": "--min-np",
+    "--max-num-proc": "--max-np",
+    "--host-discovery-script": "--discover",
+    "--slots-per-host": "--slots",
+}
 
 
 def _timeline(text: str) -> str:
@@ -48,50 +56,67 @@ def _megabytes(text: str) -> str:
     return str(whole("a whole number of megabytes, 0 or more", 0)(text) * _MIB)
 
 
-# Options that set a variable for the processes: to their value, and to a fixed value.
-_SETTINGS: Final[Sequence[tuple[str, str, Callable[[str], str], str]]] = (
-    ("--timeline-filename", "HOROVOD_TIMELINE", _timeline, "FILE"),
-    ("--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", _megabytes, "MB"),
-    ("--cycle-time-ms", "HOROVOD_CYCLE_TIME", _number, "MS"),
-    ("--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", _number, "SECONDS"),
-    ("--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _number, "SECONDS"),
-    ("--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", _number, "SECONDS"),
-    ("--log-level", "HOROVOD_LOG_LEVEL", str.upper, "LEVEL"),
-)
-_SWITCHES: Final = (
-    ("--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "1"),
-    ("--no-timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "0"),
-    ("--stall-check", "HOROVOD_STALL_CHECK_DISABLE", "0"),
-    ("--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", "1"),
-)
+def _interfaces(text: str) -> str:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"needs names of network interfaces, a,b, got {text!r}")
+    return ",".join(names)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add horovodrun's options, but for those that `torchring run` has under the same name."""
-    group = parser.add_argument_group("for users of horovodrun")
-    group.add_argument(
-        "--horovod", action="store_true", help="have `import horovod.torch` find torchring.horovod in the script"
-    )
-    port = whole("a TCP port, 1 to 65535", 1, 65535)
-    group.add_argument("-p", "--ssh-port", type=port, metavar="PORT", help="of ssh on other hosts")
-    group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
-    group.add_argument("--output-filename", dest="log_dir", metavar="DIR", help="as --log-dir")
-    group.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)  # as it is without the option
-    names, sockets = ("--network-interfaces", "--network-interface"), f"{' and '.join(SOCKETS)} for the processes"
-    group.add_argument(*names, dest="settings", type=_interfaces, action="append", metavar="a,b", help=sockets)
-    for name, variable, convert, metavar in _SETTINGS:
-        setting = functools.partial(lambda variable, convert, text: {variable: convert(text)}, variable, convert)
-        help_ = f"{variable} for the processes"
-        group.add_argument(name, dest="settings", type=setting, action="append", metavar=metavar, help=help_)
-    for name, variable, value in _SWITCHES:
-        help_ = f"{variable}={value} for the processes"
-        group.add_argument(name, dest="settings", const={variable: value}, action="append_const", help=help_)
-    for name in _IGNORED_SWITCHES.split():
-        group.add_argument(name, dest="ignored", const=name, action="append_const", help=argparse.SUPPRESS)
-    for name in _IGNORED_SETTINGS.split():  # their name in place of their value
-        its_name = functools.partial(lambda name, _: name, name)
-        group.add_argument(name, dest="ignored", type=its_name, action="append", help=argparse.SUPPRESS)
+# Options that set variables for the processes: to their value, and to a fixed value.
+_SETTINGS: Final[Mapping[str, tuple[Callable[[str], str], Sequence[str]]]] = {
+    "--network-interfaces": (_interfaces, SOCKETS),
+    "--network-interface": (_interfaces, SOCKETS),
+    "--timeline-filename": (_timeline, ["HOROVOD_TIMELINE"]),
+    "--fusion-threshold-mb": (_megabytes, ["HOROVOD_FUSION_THRESHOLD"]),
+    "--cycle-time-ms": (_number, ["HOROVOD_CYCLE_TIME"]),
+    "--stall-check-warning-time-seconds": (_number, ["HOROVOD_STALL_CHECK_TIME_SECONDS"]),
+    "--stall-check-shutdown-time-seconds": (_number, ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]),
+    "--gloo-timeout-seconds": (_number, ["HOROVOD_GLOO_TIMEOUT_SECONDS"]),
+    "--log-level": (str.upper, ["HOROVOD_LOG_LEVEL"]),
+}
+_SWITCHES: Final[Mapping[str, Mapping[str, str]]] = {
+    "--timeline-mark-cycles": {"HOROVOD_TIMELINE_MARK_CYCLES": "1"},
+    "--no-timeline-mark-cycles": {"HOROVOD_TIMELINE_MARK_CYCLES": "0"},
+    "--stall-check": {"HOROVOD_STALL_CHECK_DISABLE": "0"},
+    "--no-stall-check": {"HOROVOD_STALL_CHECK_DISABLE": "1"},
+    "--gloo": {},  # as it is without the option
+}
+
+
+def add_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Add --horovod. If it is among the arguments, also the options that horovodrun has and `torchring run` has not."""
+    finds = "`import horovod.torch` finds torchring.horovod; `--horovod --help` shows more"
+    parser.add_argument("--horovod", action="store_true", help=finds)
     parser.set_defaults(settings=[], ignored=[])
+    if "--horovod" not in arguments:
+        return
+    for name, own in _NAMES.items():
+        parser._option_string_actions[name] = parser._option_string_actions[own]
+    add = parser.add_argument_group("as horovodrun has them").add_argument
+    for name, (convert, variables) in _SETTINGS.items():
+        setting = functools.partial(
+            lambda convert, names, text: dict.fromkeys(names, convert(text)), convert, variables
+        )
+        add(name, dest="settings", type=setting, action="append", metavar=name.rpartition("-")[2].upper())
+    for name, values in _SWITCHES.items():
+        add(name, dest="settings", const=values, action="append_const")
+    ignore(parser, _IGNORED_SETTINGS.split())
+    for name in _IGNORED_SWITCHES.split():
+        add(name, dest="ignored", const=name, action="append_const", help=argparse.SUPPRESS)
+
+
+def ignore(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add options with a value that has no meaning here."""
+    for name in names:  # their name in place of their value
+        its_name = functools.partial(lambda name, _: name, name)
+        parser.add_argument(name, dest="ignored", type=its_name, action="append", help=argparse.SUPPRESS)
+
+
+def is_name(word: str) -> bool:
+    """Return True for an option that is known with --horovod only."""
+    name = word[:2] + word[2:].replace("_", "-")
+    return name in {*_NAMES, *_SETTINGS, *_SWITCHES, *_IGNORED_SWITCHES.split(), *_IGNORED_SETTINGS.split()}
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, str]:
@@ -106,7 +131,7 @@ def hint(options: argparse.Namespace, script: str) -> str:
     """For a script that has failed: a sentence if it imports a Horovod that is not there. Else empty."""
     if options.horovod or importlib.util.find_spec("horovod") or not os.path.isfile(script):
         return ""
-    if not re.search(rb"^\s*(import|from) horovod\b", Path(script).read_bytes(), re.MULTILINE):
+    if not re.search(rb"^\s*(import|from) horovod(\.torch|\s)", Path(script).read_bytes(), re.MULTILINE):
         return ""
     return f"{script} imports horovod: with --horovod, `import horovod.torch` finds torchring.horovod"
 
@@ -133,10 +158,3 @@ def with_aliases(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ`, in which every Python process finds torchring for `import horovod.torch`."""
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(_STARTUP)]
     return {**environ, "PYTHONPATH": os.pathsep.join([str(_STARTUP), *paths])}
-
-
-def _interfaces(text: str) -> dict[str, str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"needs names of network interfaces, a,b, got {text!r}")
-    return dict.fromkeys(SOCKETS, ",".join(names))

@@ -1,5 +1,6 @@
 """The command `torchring manifest`."""
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,15 +17,7 @@ _MOST_LETTERS: Final = 600  # of a message, which quotes what the file says
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        prog="torchring manifest",
-        description="Write an sbatch script, or objects for Kubernetes, from a short job file. Nothing is submitted.",
-    )
-    parser.add_argument("cluster", choices=["slurm", "kubernetes"])
-    parser.add_argument("job", metavar="JOB.YAML", help="what to run, on how many hosts, with what")
-    parser.add_argument("--kind", choices=list(KINDS), help="for kubernetes; by default job, for an elastic job jobset")
-    parser.add_argument("--dry-run", action="store_true", help="print the text, and write no file")
-    parser.add_argument("-o", "--output", metavar="FILE", help="by default NAME.sbatch or NAME.kubernetes.yaml")
+    parser = _parser()
     options = parser.parse_args(arguments)
     if options.kind and options.cluster == "slurm":
         parser.error("--kind is for kubernetes")
@@ -50,3 +43,17 @@ def main(arguments: Sequence[str]) -> int:
     submit = "sbatch" if options.cluster == "slurm" else "kubectl apply -f"
     print(f"{file} is written; `{submit} {file}` submits it")
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="torchring manifest",
+        description="Write an sbatch script, or objects for Kubernetes, from a short job file. Nothing is submitted.",
+        epilog="examples:\n  torchring manifest slurm job.yaml\n  torchring manifest kubernetes job.yaml --dry-run",
+    )
+    parser.add_argument("cluster", choices=["slurm", "kubernetes"])
+    parser.add_argument("job", metavar="JOB.YAML", help="what to run, on how many hosts, with what")
+    parser.add_argument("--kind", choices=list(KINDS), help="for kubernetes; by default job, for an elastic job jobset")
+    parser.add_argument("--dry-run", action="store_true", help="print the text, and write no file")
+    parser.add_argument("-o", "--output", metavar="FILE", help="by default NAME.sbatch or NAME.kubernetes.yaml")
+    return parser

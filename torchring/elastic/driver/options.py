@@ -1,6 +1,7 @@
 """The options of `torchring run --elastic`, among them those of horovodrun's elastic mode."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any, Final
 
 from torchring.elastic.driver import host_list as hosts_module
@@ -15,45 +16,40 @@ _IMPLYING: Final = ("min_np", "max_np", "discover")
 _OTHERS: Final = ("elastic_timeout", "heartbeat_timeout", "stall_timeout", "slots", "blacklist_cooldown_range")
 
 
-def add_options(parser: argparse.ArgumentParser, where: argparse._MutuallyExclusiveGroup) -> None:
-    """Add the options of elastic jobs. `where` has the options that name hosts."""
-    where.add_argument(
-        "--discover",
-        "--host-discovery-script",
-        metavar="SCRIPT",
-        help="an executable that prints `host:slots` lines, asked every second; implies --elastic",
-    )
-    group = parser.add_argument_group(
-        "elastic jobs",
-        "With --elastic, a job goes on when workers are lost, and takes new ones in; the script uses "
-        "torchring.elastic. The job starts with -np workers. Lost workers are replaced as long as there are slots. "
-        "Once the script has made its first steps, slots that are free get workers, up to --max-np. A host file is "
-        "read again when it changes. A slot whose workers fail again and again is left out for a while.",
-    )
-    add = group.add_argument
+def add_options(
+    parser: argparse.ArgumentParser, where: argparse._MutuallyExclusiveGroup, arguments: Sequence[str]
+) -> None:
+    """Add the options of elastic jobs, which the help shows if --elastic is among the arguments.
+
+    `where` has the options that name hosts.
+    """
+    more = "go on when workers are lost, and take new ones in; `--elastic --help` shows more"
+    parser.add_argument("--elastic", action="store_true", help=more)
+    group = parser.add_argument_group("elastic jobs")
+    script = "an executable that prints `host:slots` lines, asked every second; implies --elastic"
+    hidden: list[argparse.Action] = [where.add_argument("--discover", metavar="SCRIPT", help=script)]
+
+    def add(name: str, text: str, **how: Any) -> None:
+        hidden.append(group.add_argument(name, help=text, **how))
+
     number: dict[str, Any] = {"type": positive, "metavar": "N"}
     seconds: dict[str, Any] = {"type": duration, "metavar": "SECONDS"}
-    add("--elastic", action="store_true", help="go on when workers are lost, and take new ones in")
-    least = "wait for workers if there are fewer; 1 by default; implies --elastic"
-    add("--min-np", "--min-num-proc", dest="min_np", **number, help=least)
-    most = "start no more workers; -np by default, without -np all slots; implies --elastic"
-    add("--max-np", "--max-num-proc", dest="max_np", **number, help=most)
-    short = f"end the job if there are fewer than --min-np workers for so long; {Limits.elastic_timeout:g} by default"
-    add("--elastic-timeout", **seconds, help=short)
-    silent = f"kill a worker that gives no sign of life for so long; {Limits.heartbeat_timeout:g} by default"
-    add("--heartbeat-timeout", **seconds, help=silent)
-    stuck = (
-        "kill a worker for which others have waited for so long, if it has made no progress; by default the others "
-        "wait for timeout_seconds of torchring.init, 300"
-    )
-    add("--stall-timeout", **seconds, help=stuck)
-    slots = "of hosts for which the discovery script prints no number; 1 by default"
-    add("--slots", "--slots-per-host", dest="slots", **number, help=slots)
+    add("--min-np", "wait for workers if there are fewer (default: 1); implies --elastic", **number)
+    add("--max-np", "start no more workers (default: -np; without it, all slots); implies --elastic", **number)
+    short = f"end the job if there are fewer than --min-np workers for so long (default: {Limits.elastic_timeout:g})"
+    add("--elastic-timeout", short, **seconds)
+    silent = f"kill a worker that gives no sign of life for so long (default: {Limits.heartbeat_timeout:g})"
+    add("--heartbeat-timeout", silent, **seconds)
+    stuck = "kill a worker that makes no progress while others wait for it for so long (default: 300 of torchring.init)"
+    add("--stall-timeout", stuck, **seconds)
+    add("--slots", "of hosts for which the discovery script prints no number (default: 1)", **number)
     cooldown = (
-        "seconds for which a slot is left out whose workers fail again and again; the time doubles from MIN to MAX; "
-        "{:g} and {:g} by default".format(*Limits.cooldown)
+        "seconds for which a slot is left out whose workers fail again and again; the time doubles from MIN to MAX "
+        "(default: {:g} {:g})".format(*Limits.cooldown)
     )
-    add("--blacklist-cooldown-range", nargs=2, type=duration, metavar=("MIN", "MAX"), help=cooldown)
+    add("--blacklist-cooldown-range", cooldown, nargs=2, type=duration, metavar=("MIN", "MAX"))
+    for action in hidden if "--elastic" not in arguments else ():
+        action.help = argparse.SUPPRESS
 
 
 def is_elastic(options: argparse.Namespace) -> bool:

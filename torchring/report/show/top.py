@@ -4,6 +4,7 @@ Each rank of the job writes its last 50 steps to DIR every other second. This co
 nothing.
 """
 
+import argparse
 import contextlib
 import sys
 import time
@@ -35,29 +36,38 @@ class Picture:
 
 def main(arguments: Sequence[str]) -> int:
     """`arguments` are those behind "top". Returns the exit code; raises SystemExit(2) for a usage error."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    folder = options.folder
+    if folder.exists() and not folder.is_dir():
+        parser.error(f"{str(folder)!r} is no folder; a trace is the folder that `torchring run --trace DIR` writes")
+    if not options.once and not sys.stdout.isatty() and not folder.is_dir():
+        parser.error(f"there is no folder {str(folder)!r}; `torchring run --trace {folder} ...` writes it")
+    try:
+        if options.once:
+            picture = look(folder)
+            print(picture.text)
+            return int(picture.is_empty)
+        _watch(folder, options.every)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="torchring top",
         description="Show how a job goes that `torchring run --trace DIR` has started: steps and samples a second, "
         "where the time goes, and who waits for whom, over the last 50 steps.",
-        epilog="Exit code: 0 when the job has ended, 130 after Ctrl-C; with --once, 1 if there is nothing to be read.",
+        epilog="Exit code: 0 when the job has ended, 130 after Ctrl-C; with --once, 1 if there is nothing to be read.\n"
+        "\nexample:\n  torchring run -np 4 --trace trace train.py     in one terminal\n"
+        "  torchring top trace                            in another one",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the trace")
-    parser.add_argument(
-        "--every", type=duration, default=1.0, metavar="SECONDS", help="how often to look (default: %(default)g)"
-    )
+    often = "how often to look (default: %(default)g)"
+    parser.add_argument("--every", type=duration, default=1.0, metavar="SECONDS", help=often)
     parser.add_argument("--once", action="store_true", help="look once, and end")
-    options = parser.parse_args(arguments)
-    if not options.once and not sys.stdout.isatty() and not options.folder.is_dir():
-        parser.error(f"there is no folder {str(options.folder)!r}, and nobody watches whether it comes")
-    try:
-        if options.once:
-            picture = look(options.folder)
-            print(picture.text)
-            return int(picture.is_empty)
-        _watch(options.folder, options.every)
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return parser
 
 
 def look(folder: Path) -> Picture:
