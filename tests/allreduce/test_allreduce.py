@@ -293,9 +293,7 @@ def test_in_the_background_start_waits_for_nobody(kind: str) -> None:
     run_all_reduces(kind, 2, body)
 
 
-# ---- what one of them promises beyond it
-
-
+# What one of them promises beyond the contract
 @grid("dtype, size", DTYPES, WORLDS, keep=lambda dtype, size: size == 3)
 def test_direct_adds_in_rank_order_whatever_the_layout(size: int, dtype: torch.dtype) -> None:
     """The same values at two places of buffers of two sizes give the same bits, those of a sum in rank order."""

@@ -39,9 +39,6 @@ _FATAL_STEP = 3
 _TOO_LATE = 3.0  # seconds; a death is noticed in about one, and a loaded machine is given the rest
 
 
-# ---- what every rank does
-
-
 def _model() -> torch.nn.Sequential:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(4)]
@@ -401,9 +398,7 @@ def test_after_control_c_the_process_ends(rank: int, tmp_path: Path) -> None:
     assert time.monotonic() - started < patient(2.0)
 
 
-# ---- the tests' own instruments
-
-
+# The tests' own instrument
 @ranks(3, start=run_ranks)
 def test_without_a_death_nothing_is_raised() -> None:
     """The control of all the above: the same training, undisturbed, ends and gives the right result."""

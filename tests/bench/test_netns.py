@@ -76,9 +76,7 @@ def test_nothing_is_left_behind_and_processes_are_killed() -> None:
         network.set_link(0, True)
 
 
-# ---- ranks on them: tests/support/netns.py
-
-
+# Ranks on such hosts: tests/support/netns.py
 def _look_around(rank: int, size: int, name: str) -> tuple[int, int, str, str, str]:
     if (name, rank) == ("leaves", 1):
         os._exit(3)

@@ -70,9 +70,6 @@ def expected_of(op: str, parts: list[torch.Tensor]) -> torch.Tensor:
     return exact[op](stack, 0)
 
 
-# ---- right results
-
-
 def _all_reduce(rank: int, size: int) -> None:
     shapes: list[tuple[int, ...]] = [(3, 5), (), (0,), (1,), (7,), (2, 0, 3), (1000,)]
     for dtype, op in itertools.product((*FLOATS, *INTEGERS), OPS):
@@ -356,9 +353,6 @@ def test_the_comparisons_of_this_file_can_fail(rank: int, monkeypatch: pytest.Mo
         _all_reduce(rank, 2)
 
 
-# ---- turns
-
-
 @pytest.mark.parametrize(
     ("world_size", "delayed", "one_half"), [(2, 1, False), (3, 0, False), (3, 2, False), (2, 0, True), (3, 0, True)]
 )
@@ -527,9 +521,6 @@ def test_the_odd_one_is_named_by_the_others(rank: int, shares_memory: bool, monk
     _mismatches(rank, 3, [_MISMATCHES[8], ("all_reduce(ones(2**20))", "all_reduce(ones(2**20), 'max')")])
 
 
-# ---- what a caller gets wrong
-
-
 @on_both_exchanges
 @pytest.mark.parametrize("world_size", [1, 2])
 @ranks()
@@ -578,9 +569,6 @@ def test_wrong_use_is_refused_before_anything_is_sent(
         with pytest.raises(kind, match=said):
             call()
     _assert_in_step(rank, size)
-
-
-# ---- lives of worlds
 
 
 @on_both_exchanges

@@ -73,8 +73,6 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 # Each against one process that does the work of both ranks
-
-
 _NEEDS_SWAP = pytest.mark.takes_2_12
 _CASES = [pytest.param(name, False, id=name) for name in ON_DEVICES]
 _CASES += [pytest.param(name, True, id=f"{name}, sharded", marks=_NEEDS_SWAP) for name in ON_DEVICES]

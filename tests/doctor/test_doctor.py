@@ -350,9 +350,7 @@ elif rank == "1":
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-# Several hosts
-
-
+# On several hosts
 def visit_across(number: int, _: int, interface: str | None) -> tuple[int, str, str]:
     os.environ.pop("GLOO_SOCKET_IFNAME")
     os.environ |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}

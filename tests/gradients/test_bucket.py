@@ -161,9 +161,6 @@ def test_a_tensor_that_the_script_has_put_into_grad_gets_the_result(numel: int) 
         assert [mine.tolist() for mine in own] == [[3.0 * step] * numel] * 3
 
 
-# Compression, complex numbers
-
-
 @pytest.mark.parametrize("conjugate", [False, True])
 @pytest.mark.parametrize("compression", [None, "fp16"])
 def test_complex_gradients_travel_as_real_numbers(compression: str | None, conjugate: bool) -> None:
@@ -179,9 +176,6 @@ def test_complex_gradients_travel_as_real_numbers(compression: str | None, conju
         expected = torch.complex(numbers * 3, numbers if conjugate else -numbers)
         assert_bitwise(rank.gradient(0).resolve_conj(), expected)
         assert rank.gradient(1).tolist() == [1.0, 1.0]
-
-
-# Missing gradients
 
 
 @pytest.mark.parametrize("compression", [None, "bf16"])
@@ -372,9 +366,6 @@ def test_an_error_that_is_not_about_a_parameter_comes_out_as_it_is() -> None:
         pytest.raises(RuntimeError, match=r"^out of memory$"),
     ):
         rank.give(0, 1.0)
-
-
-# Sums over ranks must not be added to
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
@@ -599,9 +590,6 @@ def test_on_a_device_a_result_replaces_a_gradient_with_a_pending_negation(accele
     accelerator.synchronize()
     assert rank.parameters[0].grad is own
     assert own.tolist() == [0.0, -3.0, -6.0]
-
-
-# Pure functions
 
 
 def test_slot_at() -> None:

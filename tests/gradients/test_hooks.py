@@ -640,9 +640,6 @@ def test_the_check_of_gradients_can_fail() -> None:
         run_pooled(_wrong_gradient, 2)
 
 
-# Between hosts, gradients are scaled and looked at when they are packed
-
-
 class _Linear(torch.nn.Module):
     """Has the gradients that it is told: `large` is copied on arrival, `small` when the bucket is full."""
 

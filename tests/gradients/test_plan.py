@@ -39,9 +39,6 @@ def parameters_of(plan: plans.Plan) -> list[list[int]]:
     return [[slot.parameter for slot in bucket.slots] for bucket in plan.buckets]
 
 
-# build_plan
-
-
 def test_worked_example() -> None:
     plan = plans.build_plan(fp32(4, 2, 3), bucket_bytes=16)
     assert plan.buckets == (
@@ -163,9 +160,6 @@ def test_the_check_of_plans_can_fail() -> None:
         slots = bucket.slots[0], replace(bucket.slots[1], **wrong)
         with pytest.raises(AssertionError):
             check_layout(plans.Plan((replace(bucket, slots=slots),)), specs)
-
-
-# is_dense
 
 
 def test_is_dense_agrees_with_torch_on_random_strides() -> None:

@@ -202,9 +202,6 @@ def test_adasum_of_ranks(rank: int, world_size: int) -> None:
             hvd.allreduce(torch.ones(2), op=hvd.Adasum, process_set=first)
 
 
-# ---- names
-
-
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["memory", "gloo"])
 @ranks(2, start=run)
 def test_operations_meet_by_name_in_any_order(rank: int, world_size: int, shares_memory: bool) -> None:
@@ -299,9 +296,6 @@ def test_before_init() -> None:
     assert isinstance(hvd.nccl_built(), int)
 
 
-# ---- join
-
-
 @in_worlds
 @ranks(start=run)
 def test_joined_ranks_contribute_zeros(rank: int, world_size: int, shares_memory: bool) -> None:
@@ -321,9 +315,6 @@ def test_joined_ranks_contribute_zeros(rank: int, world_size: int, shares_memory
     assert hvd.synchronize(left_over).tolist() == [1, 1]
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="next epoch").item() == size
     assert hvd.join(device=0) in range(size)
-
-
-# ---- process sets
 
 
 @grid("shares_memory", [True, False], keep=lambda shares_memory: shares_memory)
@@ -442,9 +433,6 @@ def test_a_failure_in_the_middle_ends_all_operations_on_all_ranks(rank: int, mon
         with pytest.raises(hvd.HorovodInternalError, match="no memory"):
             hvd.synchronize(handle)
     hvd.shutdown()
-
-
-# ---- timeline
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

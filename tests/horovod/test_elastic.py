@@ -275,9 +275,7 @@ def test_ranks_go_on_together_after_a_mismatch(rank: int) -> None:
     hvd.shutdown()
 
 
-# ---- under a driver: ranks are lost, leave, and come
-
-
+# Under a driver: ranks are lost, leave, and come
 def _work() -> None:
     """Trains until the job is asked to stop. The worker that began as rank 2 is killed once a fourth one has come."""
     hvd.init()

@@ -73,9 +73,6 @@ def test_an_exception_travels() -> None:
     assert (found.name, found.version, found.installed_version) == ("torch", "2.1", "2.0")
 
 
-# ---- horovodrun's command line
-
-
 def test_a_script_that_is_not_edited(tmp_path: Path) -> None:
     code = "import os, horovod.common.exceptions as e\n"
     code += "print(os.environ['RANK'], e.__name__, os.environ['HOROVOD_CYCLE_TIME'])"
@@ -85,9 +82,7 @@ def test_a_script_that_is_not_edited(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stdout) == (0, "0 torchring.horovod.exceptions 2\n"), ran.stderr
 
 
-# ---- run(func)
-
-
+# run(func)
 @pytest.fixture
 def processes(by_value: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
     """Stands in for the launcher: runs rank after rank, without waiting for torch to be imported in each."""

@@ -173,9 +173,7 @@ def test_ranks_of_one_machine_that_share_no_memory_are_told_why(
     assert re.match(begin + said, text)
 
 
-# ---- the hand-over: what strangers get is in world/test_security.py
-
-
+# What strangers get is in world/test_security.py
 def test_a_listener_that_does_not_answer_is_not_told_the_token_of_another() -> None:
     """Tokens are of one listener: two ranks of a world never publish the same one."""
 

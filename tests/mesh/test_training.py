@@ -203,9 +203,6 @@ def test_pipelines_reduce_once_a_step(rank: int) -> None:
     dist.destroy_process_group()
 
 
-# Experts
-
-
 class _Experts(nn.Module):
     """Ranks 0 and 2 train expert 0, ranks 1 and 3 train expert 1; all train the rest."""
 

@@ -215,9 +215,6 @@ def test_a_rank_of_another_host_that_sends_nothing_more_is_silent(monkeypatch: p
         host.close()
 
 
-# ---- timeouts
-
-
 @pytest.mark.parametrize(("topology", "limit"), [("one host", 0.0), ("apart", _LIMIT)])
 @ranks(2)
 def test_a_timeout_carries_the_same(topology: str, limit: float, tmp_path: Path, rank: int) -> None:
@@ -261,9 +258,6 @@ def test_a_timeout_carries_the_same(topology: str, limit: float, tmp_path: Path,
     assert ("in pause" in error.explanation) is (limit > 0)
     assert str(error).endswith(f"]. {error.explanation}")
     assert len(heard) <= (1 if limit else 0), heard
-
-
-# ---- ranks that do not come to init()
 
 
 @ranks(2)

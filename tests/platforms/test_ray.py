@@ -184,8 +184,6 @@ def test_ctrl_c_on_the_driver_ends_the_workers(tmp_path: Path) -> None:
 
 
 # In the loop of the page, beside its own lines
-
-
 def before_training(folder: str) -> None:
     """Note whether this attempt has a checkpoint; a loop that wraps nothing ends with an error."""
     import ray.train

@@ -73,9 +73,6 @@ def test_a_rank_that_is_lost_while_parameters_are_cut_leaves_nothing_in_the_opti
     plain.load_state_dict(plain.state_dict())
 
 
-# Hooks, and methods beside step()
-
-
 def _clip(optimizer: Optimizer, *_: Any) -> None:
     nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
 

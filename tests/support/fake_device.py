@@ -591,11 +591,8 @@ def _accesses_of(kernel: Kernel, args: Sequence[Any], options: dict[str, Any]) -
     return accesses
 
 
-# Where nothing interprets kernels
-
-
 def _pack_in_torch(wire: torch.Tensor, table: ChunkTable, *_: Any, scale: float, **__: Any) -> Any:
-    """Looks for nothing that is not finite."""
+    """Where nothing interprets kernels. Looks for nothing that is not finite."""
 
     def pack(tensors: Sequence[torch.Tensor]) -> None:
         table.point_at(tensors)

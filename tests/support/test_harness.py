@@ -336,9 +336,6 @@ def test_what_a_pooled_rank_leaves_is_a_failure_and_the_pool_is_replaced(how: st
     assert not any(Path("/proc", str(pid)).exists() for pid in before)
 
 
-# The body of a test on ranks.
-
-
 @ranks(2)
 def _body(rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch, offset: int, tmp_path: Path) -> None:
     from torchring.memory import host
@@ -409,9 +406,6 @@ def _run_pytest(rank: int, world_size: int, folder: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as output:
         pytest.main(["-q", "-p", "no:cacheprovider", folder])
     return output.getvalue()
-
-
-# Grids.
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 2), (5, 3, 4), (2, 2, 4)])

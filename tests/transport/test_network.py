@@ -134,9 +134,6 @@ def test_a_wrong_result_would_be_seen(network: Network) -> None:
     assert "elements differ" in str(failed.value)
 
 
-# ---- connecting
-
-
 def _meet_where_it_cannot_work(rank: int, world_size: int, interfaces: dict[int, str], said: str) -> None:
     """`interfaces`: GLOO_SOCKET_IFNAME by rank, where it is another one."""
     os.environ["GLOO_SOCKET_IFNAME"] = interfaces.get(rank, os.environ["GLOO_SOCKET_IFNAME"])
@@ -156,9 +153,6 @@ def test_why_gloo_cannot_connect_is_said_on_every_rank(network: Network) -> None
     ]
     worlds = [HostedWorld(network, layout, (interfaces, said)) for layout, interfaces, said in cases]
     run_worlds(worlds, _meet_where_it_cannot_work)
-
-
-# ---- slow lines
 
 
 @pytest.fixture

@@ -34,9 +34,6 @@ def run(size: int, body: Callable[..., Any], *, timeout_seconds: float = 10.0) -
     return run_threads(on_rank, size)
 
 
-# ---- the store
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_an_all_gather_gives_everybody_everybodys_value_in_rank_order(size: int) -> None:
     """Of any length; those of other names do not mix with it."""

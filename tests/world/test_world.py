@@ -319,9 +319,6 @@ def test_mpi_without_mpi4py_is_refused() -> None:
     assert not torchring.is_initialized()
 
 
-# ---- leaving without a word
-
-
 @pytest.mark.parametrize("hosts", [1, 2])
 @ranks(2, run_ranks, deadline=40.0)
 def test_under_mpi_a_script_that_ends_leaves_the_world(rank: int, hosts: int, tmp_path: Path) -> None:
@@ -454,9 +451,6 @@ def test_all_may_try_again_after_a_time_out(rank: int, tmp_path: Path) -> None:
     torchring.shutdown()
     torchring.init(timeout_seconds=10.0)
     assert float(torchring.all_reduce(torch.ones(1), "sum")) == 2.0
-
-
-# ---- a World by itself
 
 
 def test_an_accelerator_that_is_not_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
