@@ -43,14 +43,6 @@ TESTS = {file: shlex.split(words) for file, _, words in (line.partition(": ") fo
 # Mutants that compute what the original does: file, the broken line or the line that is left out, and why.
 EQUIVALENT = {
     ("signature.py", "return zlib.crc32(str(self).encode()) + 2"): "positive, and differs where signatures differ, too",
-    (
-        "buffers.py",
-        "self._is_absent = True  # in the reduction: this rank has no data that counts, so its buffers do not count",
-    ): "begin() sets it before anybody reads it",
-    (
-        "reducer.py",
-        'current.mark_ready = ""  # which refers to what refers to the reduction',
-    ): "nobody reads it after this line, which only breaks a cycle of references",
 }
 
 # Left out: what cannot matter; and stores in __init__, positional arguments, and None instead of a value, without which
