@@ -33,14 +33,10 @@ _MEAN_SECONDS = 1.0  # between two events
 
 
 class Adversary:
-    """Does something to the job every now and then.
-
-    Attributes:
-        num_events: of each kind, so far.
-    """
+    """Does something to the job every now and then."""
 
     def __init__(self, job: ElasticJob, seed: int, hosts: Slots, network: Network | None, folder: Path) -> None:
-        self.num_events: Counter[str] = Counter()
+        self.num_events: Counter[str] = Counter()  # of each kind, so far
         self._job = job
         self._random = random.Random(seed)
         self._hosts = hosts

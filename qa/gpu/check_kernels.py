@@ -37,25 +37,20 @@ def figures() -> Iterator[Figure]:
 
 
 class _Ranks:
-    """Ranks that share a GPU and a process. Rank r has stream r.
-
-    Attributes:
-        wires: of each rank, fp32.
-        launches: launches rank r's kernel of `direct` in the current stream.
-        abort: int32 [1] on the host, which all kernels look at. It is set after a while, as a hang would be for ever.
-    """
+    """Ranks that share a GPU and a process. Rank r has stream r."""
 
     def __init__(self, wires: list[Tensor], *, blocks: int = MAX_BLOCKS, sums: bool = True) -> None:
         """sums: False leaves the meetings alone."""
-        self.wires = wires
+        self.wires = wires  # of each rank, fp32
         size, numel = len(wires), wires[0].numel()
         self._pads = [torch.zeros(signal_bytes(size, blocks) // 4, dtype=torch.int32, device="cuda") for _ in wires]
+        # On the host, int32 [1], which all kernels look at. It is set after a while, as a hang would be for ever.
         self.abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self.streams = [torch.cuda.Stream() for _ in wires]  # type: ignore[no-untyped-call]
         addresses, signals = (torch.tensor([t.data_ptr() for t in own], device="cuda") for own in (wires, self._pads))
         bounds = slice_bounds(numel, size, 4) if sums else [(0, 0)] * size
         of_all: Any = {"num_ranks": size, "abort": self.abort, "max_blocks": blocks}
-        self.launches = [
+        self.launches = [  # of rank r's kernel of `direct`, in the current stream
             prepare_direct(addresses, signals, wire, rank=rank, begin=begin, end=end, **of_all)
             for rank, (wire, (begin, end)) in enumerate(zip(wires, bounds, strict=True))
             if wire.is_cuda

@@ -50,23 +50,17 @@ def make_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def train_worker(
     *,
-    trouble: Callable[[int, Any], object] = lambda step, loss: None,
+    trouble: Callable[[int, Any], object] = lambda step, loss: None,  # called before backward
     make: Callable[[], torch.nn.Module] = make_model,
     kind: Callable[[Any], torch.optim.Optimizer] = make_sgd,
-    wrapped: Callable[[], dict[str, Any]] = dict,
+    wrapped: Callable[[], dict[str, Any]] = dict,  # gives options of `wrap`
+    # Train with a GradScaler, and call this between its `unscale_()` and `step()`
     scaled_trouble: Callable[[int], object] | None = None,
-    begins: Callable[[], object] = lambda: None,
-    stepped: Callable[[], object] = lambda: None,
+    begins: Callable[[], object] = lambda: None,  # called at the begin of a generation
+    stepped: Callable[[], object] = lambda: None,  # called after each step
     **options: Any,
 ) -> None:
-    """The script of a worker.
-
-    Args:
-        trouble: called with the number of the step, and its loss, before backward.
-        wrapped: gives options of `wrap`.
-        scaled_trouble: train with a GradScaler, and call this between its `unscale_()` and `step()`.
-        begins, stepped: called at the begin of a generation, and after each step.
-    """
+    """The script of a worker."""
     model = make()
     optimizer = torchring.wrap(kind(model), model, **wrapped())
     sampler = torchring.elastic.Sampler(DIGITS, seed=5, global_batch=GLOBAL_BATCH)

@@ -75,11 +75,7 @@ esac
 class Launcher:
     """Runs `python -m torchring ...` in a folder of its own. Processes write what they have to say to $REPORTS.
 
-    Args:
-        ssh: what the stand-in for ssh does, by host: a line of sh, in which "$*" is what is to run there.
-
-    Attributes:
-        ssh_log: the hosts that ssh was told. What was to run there is in ssh_log.commands.
+    `ssh` has by host what the stand-in for ssh does: a line of sh, in which "$*" is what is to run there.
     """
 
     def __init__(self, folder: Path, ssh: Mapping[str, str] | None = None) -> None:
@@ -87,7 +83,7 @@ class Launcher:
         self.reports_folder = folder / "reports"
         for made in (self.folder, self.reports_folder, folder / "bin"):
             made.mkdir()
-        self.ssh_log = folder / "log"
+        self.ssh_log = folder / "log"  # the hosts that ssh was told. What was to run there is in ssh_log.commands.
         cases = "\n".join(f"    {host}) {line} ;;" for host, line in (ssh or {}).items())
         (folder / "bin" / "ssh").write_text(_SSH.format(log=self.ssh_log, cases=cases))
         (folder / "bin" / "ssh").chmod(0o755)

@@ -119,26 +119,17 @@ class Slots(Hosts):
 
 
 class ElasticJob:
-    """A job that runs while `tick`, `run_until` or `run` do.
-
-    Args:
-        script: a module-level function, or a partial of one: what a worker runs.
-        size: number of workers to begin with.
-        hosts: where; by default this machine, with `max_size` slots.
-        enter_host: called in each worker with the name of its host, before anything else.
-        interface: of the network, where the store listens.
-        limits: of `workers.Limits`.
-    """
+    """A job that runs while `tick`, `run_until` or `run` do."""
 
     def __init__(
         self,
-        script: Callable[[], object],
-        size: int,
+        script: Callable[[], object],  # a module-level function, or a partial of one: what a worker runs
+        size: int,  # number of workers to begin with
         *,
-        hosts: Hosts | None = None,
-        enter_host: Callable[[str], object] = _stay,
-        interface: str = "",
-        **limits: Any,
+        hosts: Hosts | None = None,  # where; by default this machine, with `max_size` slots
+        enter_host: Callable[[str], object] = _stay,  # called first in each worker, with the name of its host
+        interface: str = "",  # of the network, where the store listens
+        **limits: Any,  # of `workers.Limits`
     ) -> None:
         self.script = script
         self.enter_host = enter_host

@@ -160,24 +160,18 @@ class _OfThread(threading.local):
 
 @dataclass(eq=False)
 class FakeAccelerator:
-    """See `torchring.devices.cuda.CudaAccelerator`.
+    """See `torchring.devices.cuda.CudaAccelerator`."""
 
-    Args:
-        mode: "late"; "eager", in which work is done when it is called for, so that backward waits for peers; or "lazy":
-            not even `hold_current` does it, but whoever touches a wire afterwards, so that the host goes on while the
-            device waits for peers. Races are looked for in the first two.
-        problem: why memory cannot be shared, if it cannot.
-        own_devices: each rank has its own, so that all-reduces are measured.
-        unregistered: why the backend registers no memory, if it does not.
-        memory: "shared"; "apart", where ranks never see what others write to their memory, so that kernels never meet;
-            or "lossy", where signals arrive and wires do not.
-    """
-
+    # "late"; "eager", in which work is done when it is called for, so that backward waits for peers; or "lazy": not
+    # even `hold_current` does it, but whoever touches a wire afterwards, so that the host goes on while the device
+    # waits for peers. Races are looked for in the first two.
     mode: str = "late"
-    problem: str = ""
+    problem: str = ""  # why memory cannot be shared, if it cannot
+    # "shared"; "apart", where ranks never see what others write to their memory, so that kernels never meet; or
+    # "lossy", where signals arrive and wires do not.
     memory: str = "shared"
-    own_devices: bool = False
-    unregistered: str = ""
+    own_devices: bool = False  # each rank has its own, so that all-reduces are measured
+    unregistered: str = ""  # why the backend registers no memory, if it does not
 
     def __post_init__(self) -> None:
         assert self.mode in ("late", "eager", "lazy"), self.mode

@@ -27,25 +27,19 @@ class FakeWire:
 
 
 class FakeAllReduce:
-    """One rank's end of an all-reduce whose ranks take turns on one thread. See `AllReduce`.
-
-    Attributes:
-        group: the ends of all ranks.
-        events: what was done, such as "start 0", "reduce 0" and "land 0" of bucket 0.
-        errors: what raises an error, by event.
-        late: the buckets for which other ranks are late: only `advance` that waits reduces them.
-        spans: begin and end of each bucket, for an all-reduce that reduces on a thread of its own.
-    """
+    """One rank's end of an all-reduce whose ranks take turns on one thread. See `AllReduce`."""
 
     algorithm = "fake"
 
     def __init__(self, group: "list[FakeAllReduce]", in_background: bool = False) -> None:
         group.append(self)
-        self.group = group
+        self.group = group  # the ends of all ranks
         self.in_background = in_background
-        self.events: list[str] = []
-        self.errors: dict[str, Exception] = {}
+        self.events: list[str] = []  # what was done, such as "start 0", "reduce 0" and "land 0" of bucket 0
+        self.errors: dict[str, Exception] = {}  # what raises an error, by event
+        # The buckets for which other ranks are late: only `advance` that waits reduces them
         self.late: set[int] = set()
+        # Begin and end of each bucket, for an all-reduce that reduces on a thread of its own
         self.spans: dict[int, tuple[float, float]] = {}
         self.parts: list[Tensor] = []  # what this rank has added
 

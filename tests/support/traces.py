@@ -36,29 +36,21 @@ def simulate(
     backward_ms: Duration = 60.0,
     between_ms: Duration = 0.5,
     optimizer_ms: Duration = 8.0,
-    loading_ms: Duration | None = None,
-    bucket_mb: Sequence[float] = (1.0, 25.0, 25.0),
-    ready_at: Sequence[float] | None = None,
+    loading_ms: Duration | None = None,  # how much of the input a DataLoader takes; None if there is no DataLoader
+    bucket_mb: Sequence[float] = (1.0, 25.0, 25.0),  # bytes of each bucket, in units of 10**6
+    ready_at: Sequence[float] | None = None,  # by bucket, after which part of backward; equally spaced by default
     latency_ms: float = 0.2,
     gigabytes_per_s: float = 2.0,
-    noise: float = 0.02,
-    skew_ms: Sequence[float] | None = None,
-    ranks_per_host: int | None = None,
+    noise: float = 0.02,  # standard deviation of each duration, as a part of it
+    skew_ms: Sequence[float] | None = None,  # by how much each rank's clock is ahead, as its `ClockOffset` says
+    ranks_per_host: int | None = None,  # all by default
     num_samples: int | Sequence[int] = 16,
-    start_up_s: float = 1.0,
+    start_up_s: float = 1.0,  # from the start of the processes to the beginning of the first step
     seed: int = 0,
 ) -> list[RankTrace]:
     """One trace per rank. Durations may be given for each rank, or as a function of the step and the rank.
 
-    Args:
-        loading_ms: how much of the input a DataLoader takes; None if there is no DataLoader.
-        bucket_mb: bytes of each bucket, in units of 10**6.
-        ready_at: for each bucket, after which part of backward it is ready; equally spaced by default.
-        latency_ms, gigabytes_per_s: a bucket of b bytes takes latency + 2 (N - 1) / N b / bandwidth.
-        noise: standard deviation of each duration, as a part of it.
-        skew_ms: by how much each rank's clock is ahead; with it, the traces have `ClockOffset`s that say so.
-        ranks_per_host: all by default.
-        start_up_s: from the start of the processes to the beginning of the first step.
+    A bucket of b bytes takes latency + 2 (N - 1) / N b / bandwidth.
     """
     rng = random.Random(seed)
     per_host = ranks_per_host or num_ranks
