@@ -34,7 +34,8 @@ class Figure:
     begin: float  # of the horizontal axis
     end: float
     rows: list[tuple[str, list[Span]]]  # label, spans
-    areas: dict[Phase, list[float]] = field(default_factory=dict)  # upper edges above the spans, the highest first
+    # Upper edges, which cover the spans: the highest first. None for the time without a core.
+    areas: dict[Phase | None, list[float]] = field(default_factory=dict)
     most: float = 0.0  # of the vertical axis of `areas`
 
     @staticmethod
@@ -47,45 +48,41 @@ class Figure:
 
 def phases_by_rank(analysis: Analysis) -> Figure:
     """A bar for each rank: its mean step, made of its phases."""
+    rows: list[tuple[str, list[Span]]] = []
     shown = shown_ranks(analysis)
-    rows = []
     for rank in (rank for rank in analysis.ranks if rank.rank in shown):
-        ends = np.cumsum([rank.phases[phase].mean for phase in analysis.phases]).tolist()
-        rows.append(
-            (
-                f"rank {rank.rank}",
-                [
-                    Span(
-                        begin, end, f"rank {rank.rank} on {rank.host}\n{NAMES[phase]}: {number(end - begin)} ms", phase
-                    )
-                    for phase, begin, end in zip(analysis.phases, [0.0, *ends], ends, strict=False)
-                ],
-            )
-        )
+        rows.append((f"rank {rank.rank}", spans := []))
+        end = 0.0
+        for phase in analysis.phases:
+            begin, end = end, end + rank.phases[phase].mean
+            text = f"rank {rank.rank} on {rank.host}\n{NAMES[phase]}: {number(end - begin)} ms"
+            spans.append(Span(begin, end, text, phase))
     return Figure("milliseconds of a step", 0.0, max(spans[-1].end for _, spans in rows), rows)
 
 
 def phases_over_time(analysis: Analysis) -> Figure:
-    """Steps of the rank that others wait for most, one beside the other: a long trace shows means of neighbours."""
-    numbers = analysis.timing.numbers
-    (rank,) = shown_ranks(analysis, 1)
-    stride = -(-len(numbers) // _MOST_POINTS)
-    firsts = np.arange(0, len(numbers), stride)
-    of_rank = analysis.critical.phases[:, analysis.timing.ranks.index(rank)]
+    """Steps of the rank that others wait for most, one beside the other. A long trace shows means of neighbours."""
+    numbers, (rank,) = analysis.timing.numbers, shown_ranks(analysis, 1)
+    j = analysis.timing.ranks.index(rank)
+    queued = np.maximum(analysis.timing.queued[:, j], 0.0) * (analysis.ranks[j].queued is not None)
+    of_rank = np.column_stack([analysis.critical.phases[:, j], queued])
+    firsts = np.arange(0, len(numbers), -(-len(numbers) // _MOST_POINTS))
     means = np.add.reduceat(of_rank, firsts, axis=0) / np.diff([*firsts, len(numbers)])[:, None]
     phases = [phase for phase in Phase if means[:, phase].any()]
     edges = np.cumsum(means[:, phases], axis=1)
-    begins = [*numbers[firsts].tolist(), int(numbers[-1]) + 1]
-    columns = []
+    steps = edges[:, -1]
+    areas: dict[Phase | None, list[float]] = {phase: edges[:, i].tolist() for i, phase in [*enumerate(phases)][::-1]}
+    names = {int(phase): NAMES[phase] for phase in phases}
+    if queued.any():
+        areas[None], names[len(Phase)] = means[:, -1].tolist(), "of this, without a core"
+    begins, columns = [*numbers[firsts].tolist(), int(numbers[-1]) + 1], []
     for i, (begin, end) in enumerate(pairwise(begins)):
         name = f"step {begin:,}" if end == begin + 1 else f"mean of steps {begin:,} to {end - 1:,}"
-        values = "".join(f"\n{NAMES[phase]}: {number(means[i, phase])} ms" for phase in phases)
-        columns.append(Span(begin, end, f"{name}, rank {rank}: {number(edges[i, -1])} ms{values}"))
-    # A few long steps would flatten all others.
-    most = min(edges[:, -1].max(), 2.0 * float(np.quantile(edges[:, -1], 0.9)))
-    cut = int((edges[:, -1] > most).sum())
+        lines = (f"\n{what}: {number(means[i, k])} ms" for k, what in names.items())
+        columns.append(Span(begin, end, f"{name}, rank {rank}: {number(steps[i])} ms{''.join(lines)}"))
+    most = min(steps.max(), 2.0 * float(np.quantile(steps, 0.9)))  # a few long steps would flatten all others
+    cut = int((steps > most).sum())
     x = f"step ({cut} longer than shown)" if cut else "step"
-    areas = {phase: edges[:, i].tolist() for i, phase in reversed([*enumerate(phases)])}
     return Figure(x, begins[0], begins[-1], [("ms", columns)], areas, most)
 
 

@@ -28,34 +28,17 @@ def page_of(analysis: Analysis) -> str:
     except ImportError as error:
         missing = "report.html is not written. It needs jinja2: pip install 'torchring[report]'"
         raise ImportError(missing) from error
-
     loader = PackageLoader("torchring.report", "show")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"number": number, "share": share_in_words, "slug": _slug}
+    environment.filters |= {"count": count, "number": number, "share": share_in_words, "slug": _slug}
     return environment.get_template("page.html").render(
-        verdict=analysis.verdict.sentence,
-        cards=_cards(analysis),
-        advice=analysis.advice,
+        analysis=analysis,
         facts=facts(analysis),
         sections=sections(analysis),
-        run_info=analysis.run_info,
-        figures={name: draw(analysis) for name, draw in DRAW_AS.items()},
-        captions={name: draw.__doc__ for name, draw in DRAW_AS.items()},
-        phases=analysis.phases,
+        figures={name: (draw(analysis), draw.__doc__) for name, draw in DRAW_AS.items()},
         names=NAMES,
         written=datetime.fromtimestamp(analysis.run_info.written_at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
-
-
-def _cards(analysis: Analysis) -> list[tuple[str, str]]:
-    """What a reader wants to know first: a value, and what it is."""
-    cards = [(f"{number(analysis.step.mean)} ms", "a step takes on average")]
-    if analysis.samples_per_s:
-        cards.append((f"{analysis.samples_per_s:,.0f}", "samples a second"))
-    if analysis.size > 1:
-        speed_up = number(analysis.efficiency * analysis.size)
-        cards.append((f"{speed_up} ×", f"the speed of one rank, on {count(analysis.size, 'rank')}"))
-    return cards
 
 
 def _slug(sentence: str) -> str:
