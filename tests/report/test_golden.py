@@ -45,6 +45,11 @@ def every(usual: float, num_steps: int, extra: float, ranks: Sequence[int] = (0,
     return lambda step, rank: usual + extra * (rank in ranks and step % num_steps == num_steps - 1)
 
 
+def for_a_while(usual: float, extra: float) -> Callable[[int, int], float]:
+    """In 50 steps, rank 1 takes longer."""
+    return lambda step, rank: usual + extra * (rank == 1 and 100 <= step < 150)
+
+
 # A step of 40 ms, with noise of 5 %: 2 input, 12 forward, 20 backward, 0.5 between, 4 optimizer, and communication.
 BASE: Final[dict[str, Any]] = {
     **{"num_steps": 150, "input_ms": 2, "forward_ms": 12, "backward_ms": 20, "between_ms": 0.5, "optimizer_ms": 4},
@@ -84,6 +89,7 @@ OF_BASE: Final[dict[str, dict[str, Any]]] = {
     "two pauses": {**{"num_steps": 151, "input_ms": every(2, 50, 800, [1]), "optimizer_ms": every(4, 60, 400)}},
     # changes
     "slow in turns": {"num_steps": 300, "input_ms": lambda step, rank: 2 + 60 * (step % 2 == rank)},
+    "slow for a while, rank 1": {"num_steps": 300, "forward_ms": for_a_while(12, 20)},
     # how much is known
     "start-up": {"start_up_s": 12.0},
     "one step": {"num_steps": 1, "input_ms": 60},
@@ -251,6 +257,16 @@ def _of_two_runs() -> list[RankTrace]:
     return [now[0], earlier[1], earlier[3], now[2]]
 
 
+def _while_others_compute() -> list[RankTrace]:
+    """For a while, the core of rank 1 has something else to do."""
+
+    def queued(step: StepRecord) -> StepRecord:
+        return dataclasses.replace(step, queued_ns=20 * MS * (100 <= step.number < 150), exposed_queued_ns=0)
+
+    job = simulate(**{**BASE, **OF_BASE["slow for a while, rank 1"]})
+    return [dataclasses.replace(trace, steps=tuple(map(queued, trace.steps))) for trace in job]
+
+
 def _slower(by_ms: float, queued_ms: int, input_ms: float = 2) -> Job:
     """4 ms are less than 5 % of a step; and for 20 ms, another program may have the core of the rank."""
     backward_ms = [60, 60 + by_ms]
@@ -293,6 +309,7 @@ JOBS: Final[dict[str, Job]] = {
         *(Phase.INPUT, "a.py:1 (a())", "b.py:1 (b())", "a.py:2 (c())"),
     ),
     "no core, because of workers": _of_cores(num_workers=4, loading_cpu_ns=99 * MS),
+    "slow for a while, for want of a core": _while_others_compute,
     "20 ms slower": _slower(20, 0),
     "20 ms slower, for want of a core": _slower(20, 20),
     "4 ms slower": _slower(4, 0),

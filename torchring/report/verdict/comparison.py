@@ -61,7 +61,7 @@ def compare(a: Analysis, b: Analysis) -> Comparison:
         changes[SPEED] = _change(old[SPEED], new[SPEED], _LEAST * changes[SPEED].before)
     known, found = _facts(a), _facts(b)
     facts = {name: (known.get(name, "-"), found.get(name, "-")) for name in {**known, **found}}
-    of_a, of_b = ({re.sub(r"[\d, ]+", " ", each.what): each.what for each in run.advice} for run in (a, b))
+    of_a, of_b = ({re.sub(r"\d+|,.*| on .*", "", each.what): each.what for each in run.advice} for run in (a, b))
     if not (a.has_enough_steps and b.has_enough_steps):
         of_a = of_b = {}  # a run of few steps gets no advice
     return Comparison(

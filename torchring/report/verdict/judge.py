@@ -14,6 +14,7 @@ from torchring.report.model.waits import StartUp
 from torchring.report.verdict.costs import TELLING, Costs
 from torchring.report.verdict.findings import FEWEST_STEPS, Analysis, Verdict
 from torchring.report.verdict.pauses import TELLING as PAUSES_TELLING
+from torchring.report.verdict.pauses import slow_stretches
 from torchring.report.words import share_in_words
 
 _WELL: Final = 0.9
@@ -183,6 +184,7 @@ def remarks(analysis: Analysis, num_optimizers: int) -> Iterator[str]:
         sentence = "" if verdict.sentence.endswith(each.sentence) else f"{each.sentence} "
         these = f"S{each.named_steps[1:]} {'is' if len(each.numbers) == 1 else 'are'}"
         yield f"{sentence}{these} left out of all numbers but steps/s and samples/s; the figure over time shows them."
+    yield from slow_stretches(timing, analysis.critical, analysis.run_info)
     if (number := int(timing.counts.sum())) < FEWEST_STEPS:
         counting = "1 step counts" if number == 1 else f"{number} steps count"
         yield f"Only {counting}: too few for advice and predictions. Numbers are more reliable with 50 or more."

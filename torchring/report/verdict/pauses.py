@@ -1,20 +1,23 @@
 """Pauses: a few steps in which something takes much longer than in all others, such as evaluation or a checkpoint.
 
 Means would spread pauses over steps that have none. So steps with a pause are left out of all numbers but the steps and
-samples per second.
+samples per second. Steps that are slow for a while, one after the other, are not.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
+from torchring.report.model.core_time import find_queue, who_has_them
 from torchring.report.model.timing import Array, Spread, Steps, spread
 from torchring.report.model.waits import Critical, knows_forward
 from torchring.report.verdict.costs import Kind
-from torchring.report.words import share_in_words
+from torchring.report.words import number, share_in_words
 
 _FEW: Final = 10  # steps, of which none is an exception
 _SELDOM: Final = 0.05  # of the steps: workers of a DataLoader give their batches in bursts that are more frequent
@@ -23,6 +26,14 @@ _NOTICEABLE: Final = 0.02  # of the time
 TELLING: Final = 0.10  # of the time
 _MOST: Final = 0.75
 _NUM_NAMED: Final = 4  # numbers of steps, before the rest is left out
+# Steps that are slow for a while
+_ENOUGH: Final = 50  # steps, of which some can be slow for a while
+_NUM_BLOCKS: Final = 50
+_BLOCK: Final = 5  # steps at least
+_USUAL: Final = 0.25  # of the blocks are faster
+_SLOWER: Final = 0.10  # than usual
+_NOISES: Final = 4.0  # times what blocks that follow each other differ by
+_MOST_TOLD: Final = 3
 _PLACES: Final = {
     Phase.FORWARD: "in forward",
     Phase.BACKWARD: "in backward",
@@ -125,7 +136,6 @@ def _describe(timing: Steps, critical: Critical, phase: Phase, steps: Array, lon
         cause = "in the DataLoader"
     elif phase is Phase.INPUT:
         cause = f"for {'' if timing.saw_loader else 'data, '}evaluation or a checkpoint"
-    forward = "forward" if knows_forward(critical.cycle[timing.counts]) else "backward"
     return Pauses(
         phase,
         has_pause[:-1],
@@ -135,9 +145,53 @@ def _describe(timing: Steps, critical: Critical, phase: Phase, steps: Array, lon
         spread(longer),
         share,
         tuple(timing.numbers[steps].tolist()),
-        _PLACES.get(phase, f"from step() to {forward}" if phase is Phase.INPUT else "in communication"),
+        _place(phase, timing, critical),
         cause,
     )
+
+
+def _place(phase: Phase, timing: Steps, critical: Critical) -> str:
+    forward = "forward" if knows_forward(critical.cycle[timing.counts]) else "backward"
+    return _PLACES.get(phase, f"from step() to {forward}" if phase is Phase.INPUT else "in communication")
+
+
+def slow_stretches(timing: Steps, critical: Critical, run_info: RunInfo) -> Iterator[str]:
+    """Steps that are slow for a while, the most costly first: sentences that say whether other programs held the cores.
+
+    Of blocks of steps, the medians are compared. They must differ by more than blocks that follow each other do.
+    """
+    positions, queue = np.flatnonzero(timing.counts), find_queue(timing, critical)
+    path = critical.path[positions]
+    if len(path) < _ENOUGH:
+        return
+    blocks = np.array_split(path.sum(1), min(_NUM_BLOCKS, len(path) // _BLOCK))
+    medians = np.array([np.median(block) for block in blocks])
+    usual, noise = np.quantile(medians, _USUAL), np.median(np.abs(np.diff(medians)))
+    of_blocks = medians > usual + max(_SLOWER * usual, _NOISES * noise)
+    of_blocks[1:-1] |= of_blocks[:-2] & of_blocks[2:]
+    is_slow = np.repeat(of_blocks, [len(block) for block in blocks])
+    others = path[~is_slow].mean(0)
+    stretches = np.flatnonzero(np.diff(is_slow, prepend=False, append=False)).reshape(-1, 2)
+    for first, last in sorted(stretches, key=lambda each: -(path[slice(*each)] - others).sum())[:_MOST_TOLD]:
+        middle = (path[first:last].sum(1).mean() + others.sum()) / 2
+        inside = np.flatnonzero(path[first:last].sum(1) > middle)  # blocks at the edges are slow in part
+        begin, end = first + inside[0], first + inside[-1] + 1
+        longer = path[begin:end].mean(0) - others
+        whole = float(longer.sum())
+        if last - first < 2 * _BLOCK or whole * (end - begin) < _NOTICEABLE * path.sum():
+            continue
+        these = np.isin(np.arange(len(timing.counts)), positions[begin:end])
+        phase, rank = Phase(int(longer.argmax())), np.bincount(critical.slowest[these]).argmax()
+        on = f" on rank {timing.ranks[rank]}" if (critical.slowest[these] == rank).mean() > _MOST else ""
+        why = f"Most of that is {_place(phase, timing, critical)}{on}: {number(longer[phase])} ms"
+        queued = 0.0 if queue is None else float(queue.whole[begin:end].mean() - queue.whole[~is_slow].mean())
+        if queued > whole / 2:
+            of_these = dataclasses.replace(timing, counts=these)
+            who = who_has_them(run_info, of_these, critical, find_queue(of_these, critical))
+            why = f"For {number(min(queued, whole))} ms of that, a rank had no core: {who}"
+        numbers = (f"{timing.numbers[positions[i]]:,}" for i in (begin, end - 1))
+        share = share_in_words(whole / float(others.sum()))
+        yield f"Steps {' to '.join(numbers)} took {share} longer than the others, by {number(whole)} ms. {why}."
 
 
 def without(timing: Steps, pauses: tuple[Pauses, ...] | list[Pauses]) -> Steps:
