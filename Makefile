@@ -4,10 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-sim test-platforms floor-installed test-floor test-releases test-all tests soak chaos horovod-conformance mutants bench docs lint types clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-sim test-platforms floor-installed test-floor test-releases test-all tests soak chaos horovod-conformance mutants bench docs lint types clean
 
-demo: $(INSTALLED)  ## the main job: two processes train a convolutional network on handwritten digits
-	$(BIN)/torchring run -np 2 examples/train_digits.py
+help:  ## this list
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.installed-examples  ## train a network on handwritten digits, with one process and then with two
+	rm -f $(VENV)/demo.json
+	$(BIN)/python examples/train_digits.py --compare $(VENV)/demo.json
+	$(BIN)/torchring run -np 2 examples/train_digits.py --compare $(VENV)/demo.json
 
 test: $(INSTALLED)  ## lint, types, and the tests that look at every promise: 4 minutes
 	$(MAKE) --no-print-directory --jobs 2 lint types tests
@@ -88,25 +94,30 @@ bench: $(INSTALLED)  ## all-reduce and training steps against their rivals, then
 docs: $(VENV)/.installed-docs  ## the documentation as HTML, in site/; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-lint: $(INSTALLED)
+lint: $(INSTALLED)  ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(INSTALLED)
+types: $(INSTALLED)  ## mypy --strict
 	$(BIN)/mypy
 
-clean:
+clean:  ## remove .venv and all that was built
 	rm -rf $(VENV) .releases build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 # Without bytecode: the tests compile what they import, a tenth of what pip would compile in 40 s.
-$(INSTALLED): pyproject.toml constraints.txt
+PIP_INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
+$(VENV)/.installed-examples: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch numpy  # first: nothing then pulls CUDA
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(PIP_INSTALL) torch numpy  # first: nothing then pulls CUDA
+	$(PIP_INSTALL) --editable '.[examples]'
+	touch $@
+
+$(INSTALLED): $(VENV)/.installed-examples
+	$(PIP_INSTALL) --editable '.[dev]'
 	touch $@
 
 $(VENV)/.installed-platforms: $(INSTALLED)
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[platforms]'
+	$(PIP_INSTALL) --editable '.[platforms]'
 	touch $@
 
 $(VENV)/.installed-docs: $(INSTALLED)
