@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 HERE = Path(__file__).parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-LOOK = ["--window-size=900,466", "--force-device-scale-factor=1.3333"]
+LOOK = ["--window-size=900,474", "--force-device-scale-factor=1.3333"]
 SCHEMES = "color-scheme: light dark;"
 HIDDEN = (
     "<style>header, .link, .panel ~ * { display: none !important }</style>"
