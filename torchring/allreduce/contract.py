@@ -94,9 +94,6 @@ class AbortingAllReduce(Protocol):
 
 def aborted(rank: int, *at_fault: int) -> PlanMismatchError:
     """The error if these ranks have aborted what others have reduced."""
-    return PlanMismatchError(
-        f"a backward was aborted on {ranks_in_words(at_fault)} after part of its gradients had left, and others went "
-        "on",
-        rank=rank,
-        peers=at_fault,
-    )
+    who = ranks_in_words(at_fault)
+    text = f"a backward was aborted on {who} after part of its gradients had left, and others went on"
+    return PlanMismatchError(text, rank=rank, peers=at_fault)

@@ -102,19 +102,14 @@ def _measure(world: World) -> list[PathFacts]:
             add_up = functools.partial(_add_up, transport) if world.rank in pair else _watch
             path = _time(transport.engine, pair, add_up)
             found += [path] if world.rank == pair[0] else []
-    return [
-        PathFacts(**path)
-        for of_rank in collectives_of(world).all_gather_json([*map(asdict, found)])
-        for path in of_rank
-    ]
+    by_rank = collectives_of(world).all_gather_json([*map(asdict, found)])
+    return [PathFacts(**path) for of_rank in by_rank for path in of_rank]
 
 
 def _time(kind: str, ranks: Sequence[int], transfer: _Transfer) -> PathFacts:
     """Time transfers of the `ranks`. Collective among all ranks of the world."""
-    latency, seconds = (
-        statistics.median(
-            [_most(transfer(num_bytes)) for _ in range(repetitions + 1)][1:]
-        )  # the first one fills caches
+    latency, seconds = (  # the first transfer fills caches
+        statistics.median([_most(transfer(num_bytes)) for _ in range(repetitions + 1)][1:])
         for num_bytes, repetitions in _SIZES.items()
     )
     num_bytes = [*_SIZES][1]

@@ -140,18 +140,9 @@ class Reduction:
 
 
 OF_REDUCER: Final = (
-    "reach",
-    "is_complete",
-    "is_in_no_sync",
-    "num_aborted",
-    "number",
-    "has_ended",
-    "has_newly_trainable",
-    "weight",
-    "is_weighted",
-    "non_finite",
-    "overflowed",
-)
+    "reach", "is_complete", "is_in_no_sync", "num_aborted", "number", "has_ended", "has_newly_trainable", "weight",
+    "is_weighted", "non_finite", "overflowed",
+)  # fmt: skip
 """reach: 0 if the backward has not reached the optimizer, 1 if it accumulates, 2 if it reduces.
 
 is_complete: the reduction has begun on this rank, and is described. is_in_no_sync: see `Reducer`. num_aborted: see

@@ -194,16 +194,9 @@ class Reductions:
         self.launch_all()
         self.finish_reduction()
 
-    def _spec_of(self, parameter: torch.nn.Parameter) -> ParameterSpec:
-        return ParameterSpec(
-            self._names[parameter],
-            tuple(parameter.shape),
-            parameter.stride(),
-            parameter.dtype,
-            parameter.device,
-            parameter in self._sparse,
-            getattr(parameter, "place", ""),
-        )
+    def _spec_of(self, p: torch.nn.Parameter) -> ParameterSpec:
+        place, is_sparse = getattr(p, "place", ""), p in self._sparse
+        return ParameterSpec(self._names[p], tuple(p.shape), p.stride(), p.dtype, p.device, is_sparse, place)
 
     def _check_agreement(self, specs: Sequence[ParameterSpec], collectives: Collectives) -> None:
         """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""

@@ -94,11 +94,7 @@ def _positive(value: str) -> float:
 
 # variable -> its setting, what is right for errors, and how to read it
 _VARIABLES: Final[dict[str, tuple[str, str, Callable[[str], Any]]]] = {
-    "HOROVOD_FUSION_THRESHOLD": (
-        "fusion_threshold_bytes",
-        "a number of bytes, 0 or more",
-        lambda value: int(_number(value)),
-    ),
+    "HOROVOD_FUSION_THRESHOLD": ("fusion_threshold_bytes", "a number of bytes, 0 or more", lambda v: int(_number(v))),
     "HOROVOD_CYCLE_TIME": ("cycle_seconds", "a number, 0 or more", lambda value: _number(value) / 1000),
     "HOROVOD_TIMELINE": ("timeline", "a path", _timeline),
     "HOROVOD_TIMELINE_MARK_CYCLES": ("mark_cycles", "1 or 0", _switch),

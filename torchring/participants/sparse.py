@@ -54,12 +54,8 @@ class SparseReduction(Participant):
         grad = grad.coalesce()
         indices = collectives.all_gather(grad.indices().t().contiguous())
         values = collectives.all_gather(grad.values() * current.weight if current.weight != 1.0 else grad.values())
-        total = torch.sparse_coo_tensor(
-            torch.cat(indices).t(),
-            torch.cat(values) * (self._scale * current.scale),
-            spec.shape,
-            check_invariants=False,
-        )
+        scaled = torch.cat(values) * (self._scale * current.scale)
+        total = torch.sparse_coo_tensor(torch.cat(indices).t(), scaled, spec.shape, check_invariants=False)
         if parameter.grad is None:
             parameter.grad = total.coalesce()
         else:  # somebody else may have this tensor, too

@@ -87,11 +87,5 @@ def run(
     if ignored or more_ignored:
         named = ", ".join([*map(repr, ignored), *more_ignored])
         warnings.warn(f"horovod.spark.run: {named}: no meaning here, ignored", stacklevel=2)
-    return run_on_spark(
-        _with_aliases,
-        (pickled_call(cloudpickle.dumps, fn, args, kwargs),),
-        None,
-        num_proc,
-        show_output=verbose > 0,
-        env=env,
-    )
+    call = pickled_call(cloudpickle.dumps, fn, args, kwargs)
+    return run_on_spark(_with_aliases, (call,), None, num_proc, show_output=verbose > 0, env=env)

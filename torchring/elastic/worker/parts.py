@@ -36,15 +36,10 @@ class Parts:
         self.modules = {name: each for name, each in given.items() if isinstance(each, torch.nn.Module)}
         self.optimizers = {name: each for name, each in given.items() if isinstance(each, DistributedOptimizer)}
         self.sharded = {n: each for n, each in self.optimizers.items() if isinstance(each, ShardedOptimizer)}
-        self.others = {  # whatever else has a state dict
-            name: each
-            for name, each in given.items()
-            if name not in self.modules
-            and name not in self.optimizers
-            and hasattr(each, "state_dict")
-            and hasattr(each, "load_state_dict")
-        }
-        self._values = [n for n in given if n not in self.modules and n not in self.optimizers and n not in self.others]
+        rest = {name: each for name, each in given.items() if name not in {**self.modules, **self.optimizers}}
+        methods = ("state_dict", "load_state_dict")
+        self.others = {name: each for name, each in rest.items() if all(hasattr(each, method) for method in methods)}
+        self._values = [name for name in rest if name not in self.others]
         self.counters = Counters()
 
     def check(self) -> None:
