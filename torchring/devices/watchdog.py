@@ -135,11 +135,8 @@ class DeviceWatchdog:
             return error if since == suspicious else None
         if not is_sealed or seconds < self._timeout_seconds:  # a backward may take as long as it likes
             return None
-        return PeerTimeoutError(
-            "a reduction on the device did not come to an end; some rank's device is stuck, or slow",
-            rank=None if self._host is None else self._host.rank,
-            seconds=seconds,
-        )
+        text = "a reduction on the device did not come to an end; some rank's device is stuck, or slow"
+        return PeerTimeoutError(text, rank=None if self._host is None else self._host.rank, seconds=seconds)
 
     def _lost_peer(self, seconds: float) -> RingError | None:
         """The error if a rank is gone, for which the device may have waited for `seconds`."""

@@ -180,10 +180,6 @@ def refuse_unsettled(name: str, state: str, *, are_hooked: bool, rank: int, step
 
 
 def refuse_non_finite(found: NonFiniteGradient, compression: str | None, *, rank: int, step: int) -> NoReturn:
-    raise GradientError(
-        f"the gradient of {found.name} is not finite; {found.origin(compression)}",
-        rank=rank,
-        peers=() if found.rank is None else (found.rank,),
-        parameters=(found.name,),
-        step=step,
-    )
+    text = f"the gradient of {found.name} is not finite; {found.origin(compression)}"
+    peers = () if found.rank is None else (found.rank,)
+    raise GradientError(text, rank=rank, peers=peers, parameters=(found.name,), step=step)

@@ -118,12 +118,8 @@ def meet(
             return links | listener.links, why
         now = time.monotonic()
         if now > started + rendezvous.timeout_seconds:
-            raise PeerTimeoutError(
-                f"ranks {missing} run on this machine, but did not connect to share memory",
-                rank=rank,
-                peers=missing,
-                seconds=now - started,
-            )
+            text = f"ranks {missing} run on this machine, but did not connect to share memory"
+            raise PeerTimeoutError(text, rank=rank, peers=missing, seconds=now - started)
         if now > look_at:
             look_at = now + _LOOK_SECONDS
             if (lost := rendezvous.error_of_ended(missing)) is not None:

@@ -162,14 +162,8 @@ class ReplicaCheck(Participant):
         cause = self._cause(steps, parameter)
         if platforms:
             cause += f". The ranks' platforms differ, too, but only last bits differ by that: {platforms}"
-        raise in_step(
-            GradientError(
-                f"{name} is not the same on all ranks: {differ} from rank 0. {cause}",
-                rank=self._world.rank,
-                peers=others,
-                parameters=(name,),
-            )
-        )
+        text = f"{name} is not the same on all ranks: {differ} from rank 0. {cause}"
+        raise in_step(GradientError(text, rank=self._world.rank, peers=others, parameters=(name,)))
 
     @torch.no_grad()
     def _adopt_first(self, is_other: torch.Tensor) -> torch.Tensor:

@@ -280,11 +280,8 @@ class Rendezvous:
                 peers=peers,
             ) from None
         except dist.DistError as error:
-            raise PeerLostError(
-                f"the rendezvous store is out of reach, so the process that hosts it, {host}, is gone ({error})",
-                rank=self.rank,
-                peers=peers,
-            ) from error
+            text = f"the rendezvous store is out of reach, so the process that hosts it, {host}, is gone ({error})"
+            raise PeerLostError(text, rank=self.rank, peers=peers) from error
 
 
 class _CallsWithDeadline:
