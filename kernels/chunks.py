@@ -14,8 +14,6 @@ A gradient usually keeps its address from step to step; `zero_grad(set_to_none=T
 looks at every tensor (0.4 us for each), and copies the column to the device again only if an address differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 

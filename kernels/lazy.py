@@ -10,8 +10,6 @@ call the compiled kernel as Triton's tutorial on fused softmax does: `compiled[g
 current stream and calls the hooks of profilers in these launches, too. Read in Triton 3.4, 3.6 and 3.9.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -27,7 +25,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 class Kernel:
     """A Triton kernel, or a function that kernels call. The first launch imports Triton and compiles the kernel."""
 
-    def __init__(self, fn: Callable[..., Any], do_not_specialize: Sequence[str], uses: Sequence[Kernel]) -> None:
+    def __init__(self, fn: Callable[..., Any], do_not_specialize: Sequence[str], uses: "Sequence[Kernel]") -> None:
         self.fn = fn
         self.do_not_specialize = list(do_not_specialize)
         self.uses = tuple(uses)

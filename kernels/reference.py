@@ -10,8 +10,6 @@ Example: grads fp32 [1, 2] and [3], scale 0.5, fp16 wire
     unpack      -> grads [1.5, 2.0] and [2.5]
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 
