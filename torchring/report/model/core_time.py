@@ -12,6 +12,7 @@ from torchring.report.model.timing import Array, Steps, typical
 from torchring.report.model.waits import Critical, computing
 from torchring.report.words import count
 
+OTHERS: Final = "other programs hold the cores"
 HANDING_OVER_MS: Final = 0.5  # CPU time with which a rank takes a batch from a worker
 MOST_WORKERS: Final = 16  # of a rank: each has the data set in its memory
 _AS_GOOD: Final = 1.01
@@ -53,7 +54,7 @@ def who_has_them(run_info: RunInfo, timing: Steps, critical: Critical, queue: Qu
     busy = float(cpu.mean()) / step_ms if cpu.min() >= 0 and step_ms else float(workers)
     needed = ranks_of_host(run_info) * (threads_of(run_info) + busy * (workers > 0))
     if needed <= _ENOUGH * run_info.num_cores:
-        return "other programs hold the cores"
+        return OTHERS
     share = float(queue.whole.mean()) / step_ms if queue is not None and step_ms else 0.0
     # What is runnable takes turns: 4 threads on 2 cores have none for half of the time.
     others = " with other programs" if share > _ENOUGH * (1.0 - run_info.num_cores / needed) else ""

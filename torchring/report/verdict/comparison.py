@@ -2,9 +2,9 @@
 
 The steps of a run that count are cut into ten parts. A number is the median of the means of these parts, so that what
 disturbs a few steps does not decide. It has changed if nine of ten pairs of parts, one of each run, agree about the
-direction, and if the change is at least 3 % of a step. The former is the test of Mann and Whitney (1947), and wrong for
-0.2 % of equal runs. It compares parts and not steps, because what disturbs a step often disturbs the next one, too. The
-latter is for what differs between two runs of one script, such as where their memory lies.
+direction, and if the change is at least 3 % of the longer step. The former is the test of Mann and Whitney (1947), and
+wrong for 0.2 % of equal runs. It compares parts and not steps, because what disturbs one step often disturbs the next,
+too. The latter is for what differs between two runs of one script, such as where their memory lies.
 """
 
 import re
@@ -15,8 +15,9 @@ from typing import Final
 import numpy as np
 
 from torchring.observer import Phase
-from torchring.report.model.core_time import num_workers
-from torchring.report.model.timing import Array
+from torchring.report.model.core_time import OTHERS, num_workers
+from torchring.report.model.timing import Array, typical
+from torchring.report.verdict.costs import TELLING
 from torchring.report.verdict.findings import Analysis
 from torchring.report.words import NAMES, number
 
@@ -25,7 +26,7 @@ _AGREE: Final = 0.9
 _LEAST: Final = 0.03
 _SAME: Final = 0.01  # samples of a step
 _MOST: Final = 0.5  # of the change of a step
-STEP, WAITING, NO_CORE, SPEED = "step", "ranks wait", "no core", "samples/s"
+STEP, WAITING, NO_CORE, ON_CORE, SPEED = "step", "ranks wait", "no core", "step without that", "samples/s"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Comparison:
 def compare(a: Analysis, b: Analysis) -> Comparison:
     """Compare the steps that count, so those without a pause."""
     old, new = _parts(a), _parts(b)
-    least = _LEAST * float(np.median(old[STEP]))
+    least = _LEAST * float(max(np.median(old[STEP]), np.median(new[STEP])))
     changes = {name: _change(old[name], new[name], least) for name in old if name in new}
     if SPEED in changes:
         changes[SPEED] = _change(old[SPEED], new[SPEED], _LEAST * changes[SPEED].before)
@@ -80,7 +81,7 @@ def _parts(run: Analysis) -> dict[str, Array]:
     found = {STEP: path.sum(1)} | {NAMES[phase]: path[:, phase] for phase in Phase if phase != Phase.WAITING}
     found[WAITING] = run.critical.phases[counts][..., Phase.WAITING].mean(1)
     if run.costs.queue is not None:
-        found[NO_CORE] = run.costs.queue.whole
+        found |= {NO_CORE: run.costs.queue.whole, ON_CORE: found[STEP] - run.costs.queue.whole}
     samples = run.timing.num_samples[counts]
     if samples.all():
         found[SPEED] = samples.sum(1) * 1e3
@@ -101,45 +102,47 @@ def _change(old: Array, new: Array, least: float) -> Change:
 
 
 def _sentence(changes: Mapping[str, Change], a: Analysis, b: Analysis) -> str:
-    step, speed = changes[STEP], changes.get(SPEED)
-    # With other batches, a step says little.
-    main, unit = step, "ms a step"
-    if speed is not None and abs(speed.after * step.after / (speed.before * step.before) - 1.0) > _SAME:
-        main, unit = speed, SPEED
-    values = f"{number(main.before)} -> {number(main.after)} {unit}"
+    step, speed, rest = changes[STEP], changes.get(SPEED), changes.get(ON_CORE)
+    values = f"{number(step.before)} -> {number(step.after)} ms a step"
     if (num_steps := min(a.num_steps, b.num_steps)) < _NUM_PARTS:
         return f"{num_steps} steps are too few to tell a change from noise: {values}."
-    if main.is_noise:
-        return f"No difference beyond noise: {values}."
-    ratio = main.after / main.before if main is speed else main.before / main.after
+    if speed is not None and abs(_samples(b) / _samples(a) - 1.0) > _SAME:  # a step says little about other batches
+        return f"{_ratio(speed.after, speed.before, speed)}: {number(speed.before)} -> {number(speed.after)} samples/s."
+    lost = [run.step.mean and typical(run.costs.cores) / run.step.mean for run in (a, b) if run.who_has_cores == OTHERS]
+    if rest is not None and max(lost, default=0.0) >= TELLING:
+        text = f"{_ratio(rest.before, rest.after, rest)}, without the time for which other programs held the cores"
+        return f"{text}: {number(rest.before)} -> {number(rest.after)} ms a step. With that time: {values}."
+    text = f"{_ratio(step.before, step.after, step)}: {values}."
+    causes = {name: abs(each.by) for name, each in changes.items() if each.by * step.by > 0 and not each.is_noise}
+    cause = max(causes.keys() - {STEP, ON_CORE, SPEED}, key=lambda name: causes[name], default="")
+    if step.is_noise or not cause or causes[cause] < _MOST * abs(step.by):
+        return text
+    return f"{text} {cause.capitalize()} {'rose' if step.by > 0 else 'fell'} by {number(causes[cause])} ms."
+
+
+def _ratio(better: float, worse: float, change: Change) -> str:
+    if change.is_noise:
+        return "No difference beyond noise"
+    ratio = better / worse
     fast, slow = ("B", "A") if ratio > 1.0 else ("A", "B")
-    text = f"{fast} is {max(ratio, 1.0 / ratio):.2f} times as fast as {slow}: {values}"
-    causes = {
-        name: each
-        for name, each in changes.items()
-        if name not in (STEP, SPEED) and not each.is_noise and each.by / step.by >= _MOST
-    }
-    if main is speed or not causes:
-        return f"{text}."
-    cause = NO_CORE if NO_CORE in causes else max(causes, key=lambda name: abs(causes[name].by))
-    move = f"{'rose' if step.by > 0 else 'fell'} by {number(abs(changes[cause].by))} ms"
-    if cause == NO_CORE:
-        slow, run = ("B", b) if step.by > 0 else ("A", a)
-        return f"{text}. Time without a core {move}: in {slow}, {run.who_has_cores}."
-    return f"{text}. {cause.capitalize()} {move}."
+    return f"{fast} is {max(ratio, 1.0 / ratio):.2f} times as fast as {slow}"
+
+
+def _samples(run: Analysis) -> float:
+    """Samples of all ranks in a step."""
+    return float(np.mean(run.timing.num_samples[run.timing.counts].sum(1)))
 
 
 def _facts(run: Analysis) -> dict[str, str]:
     """What was run, by name."""
     info, workers = run.run_info, num_workers(run.timing)
-    samples = run.timing.num_samples[run.timing.counts].sum(1)
     return {
         "ranks": str(run.size),
         "hosts": str(len({rank.host for rank in run.ranks})),
         "device": info.device,
         "cores of a host": str(info.num_cores),
         "threads of a rank": str(info.num_threads),
-        "samples of a step": number(float(np.median(samples))),
+        "samples of a step": number(_samples(run)),
         "workers of a DataLoader": str(workers) if workers >= 0 else "-",
         "MB of gradients": number(sum(each.num_bytes for each in info.parameters) / 1e6),
         "buckets": str(len(run.buckets)),
