@@ -66,9 +66,6 @@ def _start(rank: int, topology: str, timeout_seconds: float = 20.0) -> None:
     torchring.init(timeout_seconds=timeout_seconds)
 
 
-# ---- where the victim dies
-
-
 def _kill_in_reduction(rank: int, algorithm: str) -> None:
     """Between the two signals of direct: some chunks are there, some are not."""
     if rank == _VICTIM:
@@ -224,9 +221,6 @@ def test_a_death_is_named(death: str, algorithm: str, topology: str, victim: int
     )  # fmt: skip
 
 
-# ---- a rank that leaves, or raises
-
-
 _ENDS = {
     "shutdown": "it called torchring.shutdown()",
     "exit": "its script had ended",
@@ -282,9 +276,6 @@ def test_leaving_after_the_last_step_is_no_error(rank: int, algorithm: str) -> N
     assert set(torchring.all_gather_object(trained)) == {trained}  # in a new world
 
 
-# ---- a rank that stands still
-
-
 @grid("algorithm", ["direct", "native"], keep=lambda algorithm: algorithm == "direct")
 @ranks(3, run_ranks)
 def test_a_stopped_rank_is_named_and_told_and_all_can_start_again(rank: int, algorithm: str, tmp_path: Path) -> None:
@@ -337,9 +328,6 @@ def test_a_late_rank_is_named_in_collectives_and_gets_an_error_itself(rank: int,
         _reduce_ones(2 if rank == 1 else 1)  # all inputs are there, so its first result may be had, and right
     (tmp_path / f"done{rank}").touch()
     assert rank == 1 or late.value.peers == (1,)
-
-
-# ---- Ctrl-C
 
 
 def _interrupted(marker: Path, wait: Callable[[], Any]) -> float:

@@ -398,9 +398,6 @@ def test_tensors_of_ever_other_sizes_do_not_fill_the_memory(rank: int) -> None:
     assert counts[1] - counts[0] < 200
 
 
-# ---- asynchronous
-
-
 @on_both_exchanges
 @ranks(2)
 def test_an_asynchronous_call_returns_before_the_others_have_come(

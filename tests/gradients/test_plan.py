@@ -177,9 +177,6 @@ def test_is_dense_agrees_with_torch_on_random_strides() -> None:
         assert spec_of(empty).is_dense
 
 
-# describe, fingerprint, first_difference
-
-
 def test_what_ranks_compare() -> None:
     """Strides are said only where they order elements. Ranks use different GPUs, but no rank the CPU."""
     tensors = {

@@ -56,9 +56,6 @@ def mine(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return ((torch.arange(count) * 7 + 3 * rank) % 5 + 1).reshape(shape).to(dtype)
 
 
-# ---- values
-
-
 def _reductions(rank: int, size: int) -> None:
     dtypes = (torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
     for dtype, shape in itertools.product(dtypes, ((), (0,), (3, 5), (9000,))):  # 9000 do not travel with their request
@@ -229,9 +226,6 @@ def test_operations_meet_by_name_in_any_order(rank: int, world_size: int, shares
         assert [*threads.map(reduce, names)] == [size * len(name) for name in names]
 
 
-# ---- what is wrong
-
-
 @ranks(2, start=run)
 def test_what_ranks_disagree_about_is_named_on_all_of_them(rank: int, world_size: int) -> None:
     odd = rank == world_size - 1
@@ -364,9 +358,6 @@ def test_process_sets(rank: int, world_size: int, shares_memory: bool) -> None:
     os.environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS")
     with pytest.raises(ValueError, match="dynamic"):
         hvd.add_process_set([0, 1])
-
-
-# ---- life and death
 
 
 @ranks(2)

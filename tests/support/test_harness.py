@@ -83,9 +83,7 @@ def _random(rank: int, world_size: int) -> float:
     return torch.rand(()).item()
 
 
-# What rank 1 does.
-
-
+# What rank 1 does
 def _raise() -> None:
     raise LookupError("no such bucket: 17")
 
@@ -152,9 +150,6 @@ def _act(rank: int, world_size: int, how: str) -> object:
     return _ACTS[how]() if rank == 1 else None
 
 
-# Endings: every exit code counts.
-
-
 @pytest.mark.parametrize(
     ("how", "expected", "said", "code"),
     [
@@ -190,9 +185,6 @@ def test_expected_endings_pass_and_give_none_and_what_cannot_be_run_is_refused()
         run_ranks(lambda rank, world_size: None, 2)
 
 
-# Deadline.
-
-
 def test_hang_is_ended_and_shows_the_stacks_of_all_threads() -> None:
     with pytest.raises(RanksFailed, match=r"rank 1: still running after \d+\.\d s, killed") as failure:
         run_ranks(_act, 2, "hang", deadline=0.5)
@@ -213,9 +205,6 @@ def test_others_do_not_wait_for_the_deadline_once_a_rank_has_failed(monkeypatch:
         run_ranks(_wait_for_the_dead, 2, deadline=1000.0)
     assert "rank 0: RuntimeError: rank 0 gives up" in str(failure.value)
     assert "in _wait_for_the_dead" in failure.value.reports[1].output
-
-
-# Leftovers.
 
 
 @pytest.fixture
@@ -280,9 +269,6 @@ def _die_before_its_ranks(rank: int, world_size: int) -> None:
 def test_ranks_end_when_the_tests_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.harness._SETTLE", 10.0)  # the fork server needs a second to take itself down
     run_ranks(_die_before_its_ranks, 1, expect_exit={0: 0})
-
-
-# A pool.
 
 
 def _pooled(rank: int, world_size: int, how: str) -> int:
@@ -356,9 +342,6 @@ def test_the_body_of_a_test_runs_on_pooled_ranks_with_the_parameters_of_the_test
     assert re.search(r"assert offset < 200\n(.*\n)*    offset = 200\n", str(failure.value))
 
 
-# Threads.
-
-
 def _in_thread(rank: int, world_size: int, store: dist.Store, act: Callable[[], object]) -> str:
     store.set(f"word{rank}", f"hello{rank}")
     if rank == 1:
@@ -381,9 +364,6 @@ def test_exception_and_hang_in_a_thread_arrive_with_its_stack() -> None:
     finally:
         released.set()
     assert "in _in_thread" in failure.value.reports[1].traceback
-
-
-# The gpu marker.
 
 
 @pytest.mark.parametrize(("expect_gpu", "outcome"), [("0", "3 skipped in"), ("1", "1 skipped, 2 errors in")])

@@ -62,9 +62,6 @@ def networks(_all_networks: Networks) -> Iterator[Networks]:
                 network.set_link(host, True)
 
 
-# ---- training
-
-
 def _gradient(rank: int, step: int, index: int) -> torch.Tensor:
     """Whole numbers, so that sums over ranks are exact in every order and in bf16; another one each time."""
     return exact_inputs(_SIZES[index], torch.float32, rank + 7 * step + 3 * index)
@@ -176,9 +173,6 @@ def _end_when_all_is_sent(rank: int, world_size: int) -> None:
 
 def test_the_last_bytes_of_ranks_that_have_exited_arrive(slow_network: Network) -> None:
     run_on_hosts(slow_network, (1, 1, 1), _end_when_all_is_sent)
-
-
-# ---- faults
 
 
 class Fault(NamedTuple):

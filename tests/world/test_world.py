@@ -41,9 +41,6 @@ def _as_under_mpirun(port: str) -> None:
 on_both_stores = pytest.mark.parametrize("is_hosted", [True, False], ids=["hosted store", "store of rank 0"])
 
 
-# ---- one process
-
-
 @ranks(1, run_ranks, launcher_env=False)
 def test_without_a_launcher_it_is_a_world_of_one() -> None:
     assert not torchring.is_initialized()
@@ -219,9 +216,6 @@ def test_wrong_options_of_init(option: str, value: Any, error: Any, said: str | 
     assert not torchring.is_initialized()
 
 
-# ---- several
-
-
 @on_both_stores
 @pytest.mark.parametrize(
     ("local", "hosts"), [(None, ((0, 1, 2, 3),)), (None, ((0, 1), (2, 3))), ("7", ((0, 2), (1, 3)))]
@@ -301,9 +295,6 @@ def test_leaving_and_coming_back(rank: int, own_group: bool, is_hosted: bool, po
     assert "memfd:torchring" not in Path("/proc/self/maps").read_text()
 
 
-# ---- the engine between hosts
-
-
 @ranks(2, run_ranks)
 def test_ranks_with_different_backends(rank: int) -> None:
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
@@ -341,9 +332,6 @@ def test_under_mpi_a_script_that_ends_leaves_the_world(rank: int, hosts: int, tm
     with pytest.raises(PeerLostError, match="rank 1"):  # long before the time-out
         torchring.all_reduce(torch.ones(1))
     (tmp_path / "noticed").touch()
-
-
-# ---- beside torch.distributed
 
 
 @ranks(2, run_ranks)
@@ -403,9 +391,6 @@ def test_an_existing_process_group_is_enough(rank: int, tmp_path: Path) -> None:
     assert float(torchring.all_reduce(torch.tensor(rank + 1.0), "sum")) == 3.0
     torchring.shutdown()
     dist.destroy_process_group()
-
-
-# ---- worlds that do not come to be
 
 
 @ranks(2, run_ranks)
