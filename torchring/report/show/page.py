@@ -42,5 +42,6 @@ def page_of(analysis: Analysis) -> str:
 
 
 def _slug(sentence: str) -> str:
-    """The part of a link that names a finding: the sentence until its first colon or full stop."""
-    return "-".join(re.findall(r"\w+", re.split(r"[:.](?:\s|$)", sentence)[0].lower()))
+    """The part of a link that names a finding: its sentence until the first colon or full stop, without durations."""
+    what = re.split(r"[:.](?:\s|$)", sentence)[0].lower()
+    return "-".join(re.findall(r"\w+", re.sub(r"[\d.,]+ (?:%|m?s\b)", "", what)))
