@@ -30,10 +30,10 @@ from torchring.observe.recorder.records import (
 from torchring.observer import Phase
 from torchring.report.model.merge import merge
 from torchring.report.model.scaling import Network
+from torchring.report.show.comparison import beside, compare
 from torchring.report.show.sections import about_batch
-from torchring.report.show.terminal import beside, plain
+from torchring.report.show.terminal import plain
 from torchring.report.verdict.analysis import analyse
-from torchring.report.verdict.comparison import compare
 from torchring.report.verdict.findings import Analysis
 
 GOLDEN: Final = Path(__file__).parent / "golden.txt"
@@ -420,7 +420,7 @@ def analysis_of(job: Job, network: Network | None = None) -> Analysis:
 
 def summary(name: str) -> str:
     if name in PAIRS:
-        return beside(compare(*map(analysis_of, PAIRS[name])))
+        return beside(*map(analysis_of, PAIRS[name]))
     analysis = analysis_of(JOBS[name], NETWORKS.get(name))
     if name in WHOLE:
         return plain(analysis)
@@ -443,9 +443,9 @@ def test_noise_may_hide_the_gradient() -> None:
 
 def test_noise_of_10_percent_is_no_change_and_5_percent_more_are() -> None:
     jobs = [analyse(merge(simulate(2, noise=0.1, seed=seed, **QUICK))) for seed in range(20)]
-    assert not [pair for pair in itertools.pairwise(jobs) if not compare(*pair).changes["step"].is_noise]
+    assert not [pair for pair in itertools.pairwise(jobs) if not compare(*pair)["step"].is_noise]
     slower = analyse(merge(simulate(2, noise=0.1, forward_ms=36, seed=20, **QUICK)))
-    assert sum(not compare(each, slower).changes["step"].is_noise for each in jobs) > 15
+    assert sum(not compare(each, slower)["step"].is_noise for each in jobs) > 15
 
 
 def test_noise_of_10_percent_accuses_nobody() -> None:

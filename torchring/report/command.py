@@ -11,11 +11,11 @@ from torchring.launch.arguments import Parser, number
 from torchring.observe.recorder.files import TraceError
 from torchring.report.model.merge import load
 from torchring.report.model.scaling import Network
+from torchring.report.show.comparison import beside
 from torchring.report.show.exports import write_csv, write_trace_json
 from torchring.report.show.page import write_page
-from torchring.report.show.terminal import beside, plain
+from torchring.report.show.terminal import plain
 from torchring.report.verdict.analysis import analyse
-from torchring.report.verdict.comparison import compare
 from torchring.report.verdict.findings import Analysis
 
 _TYPICAL_ALPHA_MS: Final = 0.05  # latency of a message over TCP between neighbouring hosts
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         jobs = load(options.folder)
         if options.other:
             pairs = zip(jobs, load(options.other), strict=False)
-            print("\n".join(beside(compare(analyse(a), analyse(b))) for a, b in pairs), end="")
+            print("\n".join(beside(analyse(a), analyse(b)) for a, b in pairs), end="")
             return 0
     except TraceError as error:
         print(f"torchring report: {error}", file=sys.stderr)

@@ -35,7 +35,6 @@ _ERROR: Final = 0.05  # of the model, for each doubling of the ranks: simulated 
 SMALL_BYTES: Final = 1 << 16  # less than that is mostly latency, unless the link is very slow
 _LEAST_WITHIN_HOST: Final = 1.0  # GB/s: TCP between processes of one host is at least as fast
 _APART: Final = 0.2  # two sizes tell latency from bandwidth if they differ by this share of the largest
-_MAX_PAIRS: Final = 400  # buckets; of more, every n-th is taken
 _NO_FASTER: Final = 0.01  # of the mean time per byte: bytes are never free
 
 
@@ -212,9 +211,9 @@ def _ring_ms(num_bytes: float, num_ranks: int, network: Network) -> tuple[float,
 def fit(bucket_bytes: Array, medians: Array, num_ranks: int) -> Network | None:
     """The network of a ring of `num_ranks`.
 
-    A line through the medians of buckets, whose slope is the median of the slopes between pairs (Theil 1950, Sen 1968),
-    weighted by how far the sizes of the pair are apart. A median is milliseconds from when the last rank has launched
-    the bucket until it is reduced. None if nothing was reduced.
+    A line through the medians of buckets, whose slope is that between the third of small and the third of large buckets
+    (Tukey 1971, "resistant line"). A median is milliseconds from when the last rank has launched the bucket until it is
+    reduced. None if nothing was reduced.
     """
     if num_ranks < 2:
         return None
@@ -235,17 +234,12 @@ def fit(bucket_bytes: Array, medians: Array, num_ranks: int) -> Network | None:
 
 def _line(x: Array, y: Array) -> tuple[float | None, float]:
     """Slope and constant; no slope if all x are about the same."""
-    stride = -(-len(x) // _MAX_PAIRS)
-    order = np.argsort(x)[::stride]
-    i, j = np.triu_indices(len(order), 1)
-    apart = x[order][j] - x[order][i]
-    far = apart > _APART * x.max()
-    if not far.any():
+    order = np.argsort(x)
+    third = -(-len(x) // 3)
+    (low, low_y), (high, high_y) = ((np.median(x[few]), np.median(y[few])) for few in (order[:third], order[-third:]))
+    if high - low <= _APART * x.max():
         return None, 0.0
-    slopes = (y[order][j] - y[order][i])[far] / apart[far]
-    order = np.argsort(slopes)
-    weight = np.cumsum(apart[far][order])
-    slope = float(slopes[order][np.searchsorted(weight, weight[-1] / 2)])  # below which half of the weight is
+    slope = float((high_y - low_y) / (high - low))
     return slope, float(np.median(y - slope * x))
 
 

@@ -6,49 +6,24 @@ from collections.abc import Sequence
 from typing import Final
 
 from torchring.report.show.sections import Section, facts, sections
-from torchring.report.verdict.comparison import Change, Comparison
 from torchring.report.verdict.findings import Analysis
-from torchring.report.words import number
 
 _WIDTH: Final = 80  # where neither a terminal nor COLUMNS says another
-_MANY_TIMES: Final = 10  # of which no percentages are told
 
 
 def plain(analysis: Analysis) -> str:
-    lines = [*_wrap(analysis.verdict.sentence), "", *_wrap(facts(analysis))]
+    lines = [*lines_of(analysis.verdict.sentence), "", *lines_of(facts(analysis))]
     for section in sections(analysis):
         if section.rows or section.sentences:
             lines += ["", text_of(section)]
     return "\n".join(lines) + "\n"
 
 
-def beside(comparison: Comparison) -> str:
-    """Two runs, A and B."""
-    rows = [
-        (name, number(each.before), number(each.after), "within noise" if each.is_noise else _by(each))
-        for name, each in comparison.changes.items()
-    ]
-    facts = [(name, *texts) for name, texts in comparison.facts.items()]
-    advice = [f"Gone: {what}." for what in comparison.gone] + [f"New: {what}." for what in comparison.new]
-    found = [
-        Section("changes", "Milliseconds of a step", (), ("", "A", "B", "change"), tuple(rows)),
-        Section("facts", "What was different", (), ("", "A", "B"), tuple(facts)),
-        Section("advice", "Advice", tuple(advice)),
-    ]
-    texts = (text_of(section) for section in found if section.rows or section.sentences)
-    return "\n\n".join(["\n".join(_wrap(comparison.sentence)), *texts]) + "\n"
-
-
-def _by(change: Change) -> str:
-    share = f" ({100 * change.by / change.before:+.0f} %)" if change.after < _MANY_TIMES * change.before else ""
-    return f"{'+' if change.by > 0 else '-'}{number(abs(change.by))}{share}"
-
-
 def text_of(section: Section) -> str:
-    lines = _wrap(section.title)
+    lines = lines_of(section.title)
     for sentence in section.sentences:
         text, _, code = sentence.partition("\n")
-        lines += _wrap(text, "  ", "    ")
+        lines += lines_of(text, "  ", "    ")
         lines += [f"      {code}"] if code else []
     return "\n".join([*lines, *_table([section.columns, *section.rows])] if section.rows else lines)
 
@@ -57,7 +32,7 @@ def _width() -> int:
     return shutil.get_terminal_size((_WIDTH, 0)).columns
 
 
-def _wrap(text: str, first: str = "", others: str = "") -> list[str]:
+def lines_of(text: str, first: str = "", others: str = "") -> list[str]:
     """Lines that leave names of files in one piece."""
     return textwrap.wrap(
         text, _width(), initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
