@@ -92,7 +92,7 @@ class BackwardWatch:
 
     def close(self) -> None:
         """Call back no more, and let go of the callbacks. Not inside a backward: its end has to be noticed."""
-        self._on_end = self._on_abort = _nothing
+        self._on_end = self._on_abort = lambda: None
 
     def _queue(self, token: _EndToken) -> None:
         self._token = weakref.ref(token, self._dropped)
@@ -147,6 +147,3 @@ def is_compiled_backward() -> bool:
     """True if compiled autograd runs the current backward."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(module, "in_compiled_autograd_region", False))
-
-
-def _nothing() -> None: ...

@@ -58,7 +58,7 @@ class Ledger:
         earlier = [self.positions.get(index) for index in order]
         self.positions = {index: position for position, index in enumerate(order)}
         self.status = _moved(self.status, earlier, GradientStatus.UNKNOWN)
-        self._settled = _moved(self._settled, earlier, _nothing)
+        self._settled = _moved(self._settled, earlier, lambda: None)
         self._versions = _moved(self._versions, earlier, 0)
         self._names = [specs[index].name for index in order]
         self._parameters = [parameters[index] for index in order]
@@ -187,9 +187,6 @@ class Ledger:
 
 def _moved(values: Sequence[_T], earlier: Sequence[int | None], default: _T) -> list[_T]:
     return [default if position is None else values[position] for position in earlier]
-
-
-def _nothing() -> None: ...
 
 
 def is_zero(grad: torch.Tensor) -> bool:

@@ -42,7 +42,7 @@ class Reducer(Reductions):
     ) -> None:
         super().__init__(setup, group, kinds, guests)
         self.owner = weakref.ref(owner)
-        self.model: Callable[[], object] = _no_model if setup.model is None else weakref.ref(setup.model)
+        self.model: Callable[[], object] = weakref.ref(setup.model) if setup.model is not None else lambda: None
         self.num_skipped_steps = 0  # how many steps were left out, because a gradient was not finite
         # The error that ended the last backward between ranks. Gradients are worth nothing after it.
         self.failure: BaseException | None = None
@@ -474,6 +474,3 @@ class Reducer(Reductions):
         self.weights.end()
         self.launcher.abort()
         self.world.break_off("the reduction of gradients", error)
-
-
-def _no_model() -> None: ...

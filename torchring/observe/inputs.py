@@ -175,7 +175,7 @@ class ForwardWatch:
     def __init__(self, model: torch.nn.Module | None) -> None:
         self.inputs = Inputs()  # sees what the model is given
         # returns those of the world in which the model trains now; None if there is no world
-        self.observers: Callable[[], Observers | None] = _nothing
+        self.observers: Callable[[], Observers | None] = lambda: None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._model = None if model is None or isinstance(model, torch.jit.ScriptModule) else weakref.ref(model)
 
@@ -211,9 +211,6 @@ class ForwardWatch:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-def _nothing() -> None: ...
 
 
 class _CallHook:

@@ -52,7 +52,7 @@ class Ownership(Participant):
 
     def __init__(self, reducer: Reducer, setup: Setup) -> None:
         model = setup.model
-        self._model: Callable[[], torch.nn.Module | None] = _nothing if model is None else weakref.ref(model)
+        self._model: Callable[[], torch.nn.Module | None] = weakref.ref(model) if model is not None else lambda: None
         self._names = setup.names  # may grow
         self._parameters = reducer.parameters  # may grow
         self._reducer = weakref.ref(reducer)
@@ -151,7 +151,7 @@ class Ownership(Participant):
 
         Scripts put zeros into `.grad` of parameters that they do not train, as slices of one tensor.
         """
-        grad, (stale, version) = parameter.grad, _stale.get(id(parameter), (_nothing, 0))
+        grad, (stale, version) = parameter.grad, _stale.get(id(parameter), (lambda: None, 0))
         if grad is None or parameter in self._ignored or (stale() is grad and grad._version == version):
             return False
         return not is_zero(grad)
@@ -260,9 +260,6 @@ class LooseOptimizers:
             or MODULE_WRAPPERS.first_shared([parameter]) is not None
             or local_of(parameter) is not parameter
         )
-
-
-def _nothing() -> None: ...
 
 
 _stale: Final[dict[int, tuple[weakref.ref[torch.Tensor], int]]] = {}
