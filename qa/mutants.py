@@ -149,10 +149,6 @@ def sample(seed: int, num: int, only: list[str]) -> list[Mutant]:
     return sorted(mutants, key=lambda mutant: (mutant.file, mutant.line))
 
 
-def _copy_tree(copy: Path) -> None:
-    shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "site"))
-
-
 def _pytest(tree: Path, words: Iterable[str]) -> subprocess.Popen[bytes]:
     """Start these tests of a tree in a session of their own; their output is in the file `log`."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *words]
@@ -245,7 +241,7 @@ def main() -> None:
     mutants = sample(arguments.seed, arguments.num, arguments.only)
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
         tree, copies = Path(folder, "tree"), [Path(folder, str(job)) for job in range(arguments.jobs)]
-        _copy_tree(tree)
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "site"))
         names = {word: None for mutant in mutants for word in TESTS[mutant.file] if word.endswith(".py")}
         as_it_is = _pytest(tree, names)
         if as_it_is.wait():

@@ -68,16 +68,13 @@ def _table(*rows: tuple[str, Any]) -> dict[Ways, Any]:
     """{ways: what a row says of them}. "skip=one|with forward + data=join" is two pairs."""
     found = {}
     for text, what in rows:
-        each = [[(feature, way) for way in ways.split("|")] for feature, ways in _ways(text)]
+        parts = [part.split("=") for part in text.split(" + ")]
+        each = [[(feature, way) for way in ways.split("|")] for feature, ways in parts]
         for ways in itertools.product(*each):
             assert all(way in FEATURES[feature] for feature, way in ways), text
             assert frozenset(ways) not in found, text
             found[frozenset(ways)] = what
     return found
-
-
-def _ways(text: str) -> list[tuple[str, str]]:
-    return [(part.split("=")[0], part.split("=")[1]) for part in text.split(" + ")]
 
 
 _NOT_IN_JOIN: Final = ("step=closure", "collectives=script|thread", "norm=sync", "groups=added", "forwards=update_bn")

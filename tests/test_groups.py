@@ -129,10 +129,6 @@ def _joined(group: Any, ours: list[int], rank: int) -> None:
     optimizer.close()
 
 
-def _by_lists(rank: int, lists: list[list[int]]) -> list[int]:
-    return next(each for each in lists if rank in each)
-
-
 @ranks(4, run_ranks)
 def test_groups_do_what_all_ranks_do(rank: int) -> None:
     """In several groups at once, between collectives of all ranks."""
@@ -141,7 +137,7 @@ def test_groups_do_what_all_ranks_do(rank: int) -> None:
     made, _ = dist.new_subgroups_by_enumeration([[0, 3], [2, 1]])
     groups = [([[0, 2], [1, 3]], mesh["dp"]), ([[0, 1], [2, 3]], mesh["tp"]), ([[0, 3], [1, 2]], made)]
     for lists, group in (*groups, *((each, each) for each in ([[0], [1, 2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]))):
-        ours = _by_lists(rank, lists)
+        ours = next(each for each in lists if rank in each)
         assert world_of(group) is world_of(lists)
         for check in (_collectives, _norms, _samples, _joined):
             print(check.__name__, lists, flush=True)
