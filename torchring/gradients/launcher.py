@@ -57,9 +57,8 @@ class Launcher:
         self._noted: list[int] = []  # parameters whose gradient is there, and is still to be counted
         self._last: dict[Bucket, int] = {}  # the parameter whose hook counts what was noted
 
-        # The first reduction, after which the plan follows the order of gradients
-        # The order in which the gradients of the first reduction became ready, by parameter index. None while that
-        # reduction is still to be finished, and after `forget_order`.
+        # The order in which the gradients of the first reduction became ready, by parameter index, which the plan then
+        # follows. None while that reduction is still to be finished, and after `forget_order`.
         self.ready_order: list[int] | None = None
         self._order_so_far: list[int] | None = []
 

@@ -49,14 +49,13 @@ class Reducer(Reductions):
         self.is_closed = False
 
         # Whether a backward reduces
-        # Number of backwards per reduction; may change between reductions, on all ranks alike
-        self.accumulate = setup.options.accumulate
+        self.accumulate = setup.options.accumulate  # backwards per reduction; may change in between, on all ranks alike
         # How many `no_sync()` the script is in. Backwards there only accumulate, and do not count towards `accumulate`.
         self.no_sync_depth = 0
         self._num_backwards = 0  # since the last reduction, without those inside no_sync()
 
         # The backward under way
-        self.in_backward = False  # whether a backward of these parameters is under way
+        self.in_backward = False  # whether there is one of these parameters
         self.thread = 0  # runs the hooks of that backward, if its parameters are on the CPU; else 0
         self._reduces = False
         self._has_reduction = False  # that backward
