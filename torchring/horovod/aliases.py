@@ -68,7 +68,8 @@ class Finder(MetaPathFinder):
         if fullname == "horovod.spark" and self._folders_of_horovod(fullname):
             return None  # with its estimators
         if fullname in _OTHERS and not self._folders_of_horovod(fullname):
-            raise ModuleNotFoundError(f"No module named {fullname!r}: torchring has horovod.torch only", name=fullname)
+            what = "torchring has horovod.torch only. Other frameworks need Horovod itself"
+            raise ModuleNotFoundError(f"No module named {fullname!r}: {what}", name=fullname)
         if name is None and fullname.startswith(f"{_TORCH}."):
             name = _TARGETS[_TORCH] + fullname[len(_TORCH) :]
         return None if name is None else ModuleSpec(fullname, _Alias(name))

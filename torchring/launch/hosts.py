@@ -85,7 +85,7 @@ def read_hostfile(path: str) -> list[Host]:
     try:
         return parse_hostfile(Path(path).read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"cannot read the host file {path!r}: {error}") from error
+        raise LaunchError(f"cannot read the host file {path!r}: {getattr(error, 'strerror', error)}") from error
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> list[Host]:

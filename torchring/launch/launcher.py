@@ -147,8 +147,8 @@ def _exit_code(job: HostJob) -> int:
     code, said = job.process.returncode, ""
     if code == 255 and job.is_remote and job.command[0] == "ssh":
         said = (
-            f"{job.name} ended first, with 255: ssh could not run the processes there (it says why above; try "
-            "`ssh -o BatchMode=yes` yourself), or one of them ended so"
+            f"{job.name} ended first, with 255: ssh could not run the processes there, and says why above; or a "
+            f"process there ended so. `ssh -o BatchMode=yes {job.name} true` has to work"
         )
     elif code and job.is_remote:
         said = f"the processes on {job.name} failed, with exit code {code}"

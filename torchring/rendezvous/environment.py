@@ -149,7 +149,8 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     rank = _integer(environ, launcher.rank, name)
     if not 0 <= rank < size:
         raise TopologyError(
-            f"{name} says {launcher.rank}={rank}, which is not in 0 .. {size - 1} ({launcher.size}={size})"
+            f"{name} says {launcher.rank}={rank}, but the {size} ranks ({launcher.size}) are 0 .. {size - 1}: "
+            f"give each process a {launcher.rank} of its own, or start them with `torchring run -np {size} SCRIPT`"
         )
     return LaunchEnvironment(
         name,

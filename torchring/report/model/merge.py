@@ -43,7 +43,7 @@ def load(folder: Path) -> list[Job]:
     except FileNotFoundError as error:
         raise TraceError(f"there is no folder {folder}. A trace is a folder; {how}") from error
     except OSError as error:
-        raise TraceError(f"cannot read {folder}, the folder of a trace: {error.strerror}") from error
+        raise TraceError(f"cannot read {folder}: {error.strerror}. `torchring run --trace` writes a trace") from error
     if not paths:
         raise TraceError(
             f"{folder} has no trace: no file is named like rank-00000.npz. {how}, if the script calls torchring.wrap() "
