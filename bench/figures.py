@@ -64,15 +64,15 @@ def main() -> int:
 def print_table(about: dict[str, Any], steps: list[Row], network: dict[tuple[str, str, str], Row]) -> None:
     """Print the table of README.md."""
 
-    def cell(row: Row) -> str:
-        ms = row["ms"]
-        return " / ".join(f"{ms[rival]['p50']:.{digits(row)}f}" for rival in ("torchring", "ddp", "alone"))
+    def cells(row: Row) -> list[str]:
+        ms = [row["ms"][rival]["p50"] for rival in ("torchring", "ddp")]
+        return [*(f"{each:.{digits(row)}f}" for each in ms), f"{ms[1] / ms[0]:.2f}"]
 
-    columns = ["torchring / DDP / no communication", "one machine", *(f"{rate[:-4]} Gbit/s" for rate in RATES)]
-    table = [
-        [MODELS[row["model"]], cell(row), *(cell(network["2x1", row["model"], rate]) for rate in RATES)]
-        for row in steps
-    ]
+    columns = ["ms", "torchring", "DDP", "DDP / torchring", *(f"at {rate[:-4]} Gbit/s" for rate in RATES)]
+    table = []
+    for row in steps:
+        ratios = [cells(network["2x1", row["model"], rate])[-1] for rate in RATES]
+        table.append([MODELS[row["model"]], *cells(row), *ratios])
     title = f"Steps in ms on {about['cores']} cores with torch {about['versions']['torch']} {measure.origin(about)}"
     measure.print_table(title, columns, table)
 
