@@ -11,8 +11,7 @@ import pytest
 from tests.support.traces import encode, simulate, with_facts, write
 from torchring.observe.recorder import files
 from torchring.observe.recorder.files import FORMAT, TraceError, find, path_of, read
-from torchring.observe.recorder.records import RankTrace, RunInfo, Sample, decode
-from torchring.observer import Phase
+from torchring.observe.recorder.records import RankTrace, RunInfo, decode
 
 
 def test_an_encoded_step_is_the_same_step_and_a_short_one_is_refused() -> None:
@@ -29,7 +28,7 @@ def test_an_encoded_step_is_the_same_step_and_a_short_one_is_refused() -> None:
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     traces = simulate(3, 4, skew_ms=[0, 5, -7], ranks_per_host=1)
-    empty = RankTrace(RunInfo(rank=7), samples=(Sample(3, Phase.INPUT, "train.py:30 (loss.item())"),))
+    empty = RankTrace(RunInfo(rank=7), samples=((3, 0, "train.py:30 (loss.item())"),))
     for trace in (*traces, empty):
         write(tmp_path / "new", trace)
     assert {rank: read(path) for rank, path in find(tmp_path / "new").items()} == dict(enumerate(traces)) | {7: empty}

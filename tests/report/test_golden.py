@@ -24,7 +24,6 @@ from torchring.observe.recorder.records import (
     PhaseRecord,
     RankTrace,
     RunInfo,
-    Sample,
     StepRecord,
 )
 from torchring.observer import Phase
@@ -244,7 +243,7 @@ def _sampled(job: Job, phase: Phase, *lines: str) -> Job:
     """Samples have found each of the lines once in each step."""
 
     def traces() -> list[RankTrace]:
-        samples = tuple(Sample(step.number, phase, line) for step in job()[0].steps for line in lines)
+        samples = tuple((step.number, int(phase), line) for step in job()[0].steps for line in lines)
         return [dataclasses.replace(trace, samples=samples) for trace in job()]
 
     return traces

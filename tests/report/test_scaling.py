@@ -10,7 +10,7 @@ import torch
 from tests.support.traces import MS, simulate, with_facts
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace
-from torchring.report.model.bucket_layout import layout_between_hosts, layout_with
+from torchring.report.model.bucket_layout import layout_with
 from torchring.report.model.merge import merge
 from torchring.report.model.scaling import Connections, Network, Workload, exposed_ms, fit, range_of, slowest_ms
 from torchring.report.verdict.analysis import analyse
@@ -43,25 +43,6 @@ def test_two_ranks_predict_four_and_eight() -> None:
             assert predictions[0].step_ms == pytest.approx(measured, rel=0.05), options
             low, high = range_of("step_ms", predictions, 2)
             assert low < measured < high, options
-
-
-def test_one_rank_predicts_with_a_network_that_is_given() -> None:
-    """Nobody wrote down when gradients come: 10 parameters of 6 MiB, which come evenly in a backward of 60 ms.
-
-    The first bucket takes one, as no bucket is smaller than a gradient; five reach 25 MiB; and the last one goes alone.
-    """
-    mib = 1 << 20
-    (trace,) = simulated(1, bucket_mb=[], noise=0.0)
-    parameters = tuple(ParameterRecord(str(i), 6 * mib, -1) for i in range(10))
-    alone = with_facts(trace, parameters=parameters, options={})
-    assert layout_between_hosts(merge([alone])) == (
-        (6 * mib, 30 * mib, 18 * mib, 6 * mib),
-        pytest.approx((0.1, 0.6, 0.9, 1.0)),
-    )
-    assert analyse(merge([alone])).predictions == ()
-    # Fast enough to hide the first two: 18 MiB at 2 GB/s take 9.4 ms, of which 6 are hidden, and 6 MiB 3.1.
-    ((prediction, *_), *_) = analyse(merge([alone]), Network(0.0, 2.0)).predictions
-    assert prediction.exposed_ms == pytest.approx(4 * 6 * mib / 2e6 - 6)
 
 
 @pytest.mark.parametrize(

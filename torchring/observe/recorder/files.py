@@ -8,15 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from torchring.observe.recorder.records import (
-    Arrivals,
-    ClockOffset,
-    ParameterRecord,
-    RankTrace,
-    RunInfo,
-    Sample,
-    decode,
-)
+from torchring.observe.recorder.records import Arrivals, ClockOffset, ParameterRecord, RankTrace, RunInfo, decode
 from torchring.safe_files import reading, replacing
 
 FORMAT: Final = 6
@@ -81,7 +73,7 @@ def _parse(about: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
         raise ValueError("steps are missing")
     arrivals = tuple(Arrivals(length, tuple(ready), optimizer) for length, ready, optimizer in about.pop("arrivals"))
     clock = tuple(ClockOffset(*each) for each in about.pop("clock"))
-    samples = tuple(Sample(*each) for each in about.pop("samples", ()))
+    samples = tuple(map(tuple, about.pop("samples", ())))
     about["parameters"] = tuple(ParameterRecord(*each) for each in about["parameters"])
     for name, default in vars(RunInfo()).items():
         value = about[name]

@@ -27,7 +27,6 @@ from torchring.observe.recorder.records import (
     ParameterRecord,
     RankTrace,
     RunInfo,
-    Sample,
     step_row,
 )
 from torchring.observer import BACKWARD, EXPOSED, FORWARD, INPUT, Observer
@@ -60,7 +59,7 @@ class Recorder(Observer):
         self.noise_scale: float | None = None  # of gradients, in samples
         self.clock: list[ClockOffset] = []  # how this host's clock compares with that of rank 0's host, over time
         self._steps: deque[array[int]] = deque(maxlen=NUM_STEPS)
-        self._samples: deque[Sample] = deque(maxlen=_NUM_SAMPLES)
+        self._samples: deque[tuple[int, int, str]] = deque(maxlen=_NUM_SAMPLES)
         # The step under way, as in a `StepRecord`
         self.num_samples = 0
         self.loading = Loading()
@@ -164,7 +163,7 @@ class Recorder(Observer):
         step, phase = self.num_steps, self.in_phase
         line = line_of(self.loading.thread)
         if line and (step, phase) == (self.num_steps, self.in_phase):
-            self._samples.append(Sample(step, phase, line))
+            self._samples.append((step, phase, line))
 
     def last_steps(self, count: int = NUM_STEPS) -> "list[array[int]]":
         """The newest steps that a device has finished, encoded, the oldest first."""
@@ -193,7 +192,7 @@ class Recorder(Observer):
         )
         steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
         numbers = {step[NUMBER] for step in steps}
-        samples = tuple(sample for sample in list(self._samples) if sample.step in numbers)
+        samples = tuple(sample for sample in list(self._samples) if sample[0] in numbers)
         return RankTrace(run_info, (), tuple(self.arrivals), tuple(self.clock), samples), steps
 
 

@@ -100,14 +100,6 @@ class Arrivals(NamedTuple):
     optimizer: int = 0  # its number, as in `ParameterRecord`
 
 
-class Sample(NamedTuple):
-    """Where the script was at one moment."""
-
-    step: int  # its number
-    phase: int
-    line: str  # of the script, with its text: "train.py:30 (loss.item())"
-
-
 class ClockOffset(NamedTuple):
     """How far the clock of a host is ahead of that of rank 0's host."""
 
@@ -172,7 +164,8 @@ class RankTrace:
     steps: tuple[StepRecord, ...] = ()
     arrivals: tuple[Arrivals, ...] = ()  # in a few backwards
     clock: tuple[ClockOffset, ...] = ()  # comparisons with the clock of rank 0's host. Empty on one host.
-    samples: tuple[Sample, ...] = ()  # of these steps, ten a second
+    # Where the script was, ten times a second: number of the step, phase, and line: "train.py:30 (loss.item())"
+    samples: tuple[tuple[int, int, str], ...] = ()
 
 
 def step_row(own: Sequence[int], phases: Sequence[int], buckets: Sequence[int]) -> "array[int]":

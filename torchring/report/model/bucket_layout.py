@@ -62,9 +62,7 @@ def lay_out(
     # bucket leaves at the end of backward.
     shares: Array,
     bucket_bytes: float,  # cap of a bucket, in bytes of gradient
-    ratio: float = 1.0,  # bytes in the bucket for each byte of gradient; less than 1 if gradients are compressed
-    *,
-    last_bucket_bytes: int | None = None,  # as for `build_plan`
+    ratio: float,  # bytes in the bucket for each byte of gradient; less than 1 if gradients are compressed
 ) -> Layout:
     """The buckets that `wrap` makes of parameters."""
     from torchring.gradients.plan import build_plan
@@ -72,7 +70,7 @@ def lay_out(
     shares = np.nan_to_num(shares, nan=1.0)
     order = sorted(range(len(parameters)), key=lambda i: (shares[i], -i))
     specs = [_spec(each) for each in parameters]
-    plan = build_plan(specs, bucket_bytes=int(bucket_bytes), last_bucket_bytes=last_bucket_bytes, order=order)
+    plan = build_plan(specs, bucket_bytes=int(bucket_bytes), order=order)
     indices = [[slot.parameter for slot in bucket.slots] for bucket in plan.buckets]
     sizes = tuple(sum(parameters[i].num_bytes for i in each) * ratio for each in indices)
     return sizes, tuple(float(max(shares[i] for i in each)) for each in indices)
@@ -100,18 +98,3 @@ def layout_with(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
         return None
     ratio = sent_bytes / max(1, sum(parameters[i].num_bytes for i in dense))
     return lay_out([parameters[i] for i in dense], shares[dense], bucket_mb * _MIB, ratio)
-
-
-def layout_between_hosts(job: Job) -> Layout:
-    """The buckets that a job of one rank would have between hosts."""
-    from torchring.gradients.plan import LAST_BUCKET_BYTES
-
-    run_info, shares = job.traces[0].run_info, ready_shares(job)
-    parameters = run_info.parameters
-    if shares is None:
-        # Gradients come in about the opposite order of forward, and each byte takes equally long.
-        total = np.cumsum([parameter.num_bytes for parameter in reversed(parameters)])[::-1]
-        shares = total / max(1, total.max(initial=0))
-    is_default = run_info.options.get("bucket_mb", "None") == "None" and run_info.device == "cpu"
-    last = LAST_BUCKET_BYTES if is_default else None
-    return lay_out(parameters, shares, nominal_bytes(run_info), last_bucket_bytes=last)

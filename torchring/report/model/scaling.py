@@ -22,7 +22,7 @@ import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
-from torchring.report.model.bucket_layout import Layout, layout_between_hosts
+from torchring.report.model.bucket_layout import Layout
 from torchring.report.model.buckets import bus_bytes
 from torchring.report.model.merge import Job
 from torchring.report.model.timing import Array, Steps, typical
@@ -188,7 +188,7 @@ def range_of(name: str, predictions: Sequence[Prediction], measured: int) -> tup
     return min(values) * low, max(values) * high
 
 
-def predict(workload: Workload, links: Connections, sizes: Sequence[int]) -> list[Prediction]:
+def predict(workload: Workload, links: Connections, sizes: Sequence[int]) -> tuple[Prediction, ...]:
     """A step at each number of ranks, each rank with the batch that it has now."""
     computing_ms, slow_rank = workload.computing_ms, workload.slow_rank
     found = []
@@ -200,7 +200,7 @@ def predict(workload: Workload, links: Connections, sizes: Sequence[int]) -> lis
         waiting = slowest_ms(computing_ms, num_ranks, slow_rank) - mean
         exposed = exposed_ms(workload, num_ranks, links)
         found.append(Prediction(num_ranks, total, exposed, waiting, min(1.0, alone / total)))
-    return found
+    return tuple(found)
 
 
 def _ring_ms(num_bytes: float, num_ranks: int, network: Network) -> tuple[float, float]:
@@ -248,22 +248,49 @@ def is_overlapped(run_info: RunInfo) -> bool:
     return run_info.algorithm != "direct"
 
 
-def describe(job: Job, timing: Steps, critical: Critical) -> Workload:
+@dataclass(frozen=True)
+class Model:
+    """What some steps of a job show."""
+
+    network: Network | None  # fitted to the buckets; None if nothing was reduced
+    now: Connections | None  # None without a network
+    links: Connections | None  # the same, or with the network that was given
+    workload: Workload
+    predictions: tuple[Prediction, ...]  # for 1 to 8 times the ranks; empty if they are unknown
+
+
+def model_of(job: Job, timing: Steps, critical: Critical, given: Network | None, slow_rank: int | None) -> Model:
+    """The model of the steps that count. Predictions use the `given` network, if any."""
+    run_info = job.traces[0].run_info
+    network = fit_network(timing, critical, run_info, job.size)
+    has_several_hosts = run_info.local_size < run_info.size
+    if given and not given.is_alpha_known and network and network.is_alpha_known and has_several_hosts:
+        given = dataclasses.replace(given, alpha_ms=network.alpha_ms, is_alpha_known=True)
+    now, links = _links_of(run_info, network, None), _links_of(run_info, network, given)
+    workload = dataclasses.replace(_describe(timing, critical, run_info), slow_rank=slow_rank)
+    if now is not None:  # what the model cannot explain of a step
+        measured_ms = typical(critical.path[timing.counts].sum(1))
+        workload = dataclasses.replace(workload, unexplained_ms=measured_ms - step_ms(workload, job.size, now))
+    if links is None or not workload.bucket_bytes or job.is_part:
+        return Model(network, now, links, workload, ())
+    predicted = workload
+    if given and not has_several_hosts:  # between hosts, a thread reduces buckets in the background
+        predicted = dataclasses.replace(workload, is_overlapped=True, num_lanes=_NUM_LANES)
+    return Model(network, now, links, workload, predict(predicted, links, [times * job.size for times in SIZES]))
+
+
+def _describe(timing: Steps, critical: Critical, run_info: RunInfo) -> Workload:
     """The workload of a job as it is, without `unexplained_ms`."""
-    run_info, counts = job.traces[0].run_info, timing.reduces
-    overlapped = is_overlapped(run_info)
+    counts = timing.reduces
     lanes = _NUM_LANES if run_info.overlap == "thread" and run_info.local_size != run_info.size else 1
+    backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)
+    ready = np.median((critical.all_launched - backward_end)[counts], axis=0)
+    sizes, share = tuple(map(float, timing.bucket_bytes)), float(counts.sum() / timing.counts.sum())
     draws = computing(critical.cycle[timing.counts])
-    if timing.plan:
-        backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)
-        ready = np.median((critical.all_launched - backward_end)[counts], axis=0)
-        sizes, share = tuple(map(float, timing.bucket_bytes)), float(counts.sum() / timing.counts.sum())
-        return Workload(draws, sizes, tuple(map(float, ready)), overlapped, lanes, share=share)
-    backward_ms = float(np.median(critical.phases[counts][..., Phase.BACKWARD]))
-    return with_layout(Workload(draws, (), (), overlapped, lanes), layout_between_hosts(job), backward_ms)
+    return Workload(draws, sizes, tuple(map(float, ready)), is_overlapped(run_info), lanes, share=share)
 
 
-def links_of(run_info: RunInfo, found: Network | None, given: Network | None) -> Connections | None:
+def _links_of(run_info: RunInfo, found: Network | None, given: Network | None) -> Connections | None:
     """Connections between ranks. A given network connects hosts; the measured network is then inside a host."""
     if given is None:
         if found is None:
@@ -274,11 +301,6 @@ def links_of(run_info: RunInfo, found: Network | None, given: Network | None) ->
         return Connections(given)
     inside = found if run_info.local_size == run_info.size else None
     return Connections(given, True, run_info.local_size, inside)
-
-
-def calibrated(workload: Workload, links: Connections, num_ranks: int, measured_ms: float) -> Workload:
-    """The same workload, with what the model cannot explain of the measured duration of a step."""
-    return dataclasses.replace(workload, unexplained_ms=measured_ms - step_ms(workload, num_ranks, links))
 
 
 def fit_network(timing: Steps, critical: Critical, run_info: RunInfo, num_ranks: int) -> Network | None:
@@ -306,11 +328,6 @@ def fit_network(timing: Steps, critical: Critical, run_info: RunInfo, num_ranks:
     shown = typical(durations.sum(1))
     ratio = cost / shown if cost > 0 and shown > 0 else 1.0
     return dataclasses.replace(found, alpha_ms=found.alpha_ms * ratio, gigabytes_per_s=found.gigabytes_per_s / ratio)
-
-
-def between_hosts(workload: Workload) -> Workload:
-    """The workload as it would be between hosts, where buckets are reduced by a thread in the background."""
-    return dataclasses.replace(workload, is_overlapped=True, num_lanes=_NUM_LANES)
 
 
 def with_layout(workload: Workload, layout: Layout, backward_ms: float) -> Workload:

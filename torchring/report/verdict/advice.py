@@ -227,7 +227,7 @@ def _line_in(analysis: Analysis, phase: Phase, position: int | None, numbers: It
     steps = {*(numbers or analysis.timing.numbers[analysis.timing.counts].tolist())}
     traces = analysis.job.traces if position is None else [analysis.job.traces[position]]
     samples = (each for trace in traces for each in trace.samples)
-    seen = Counter(each.line for each in samples if each.phase == phase and each.step in steps)
+    seen = Counter(line for step, where, line in samples if where == phase and step in steps)
     for line, number in seen.most_common(1):
         if number >= max(_FEWEST_SAMPLES, _LEAST_SAMPLES * seen.total()):
             return f", {'mostly' if number > _HALF * seen.total() else 'often'} in {line}"
@@ -235,7 +235,7 @@ def _line_in(analysis: Analysis, phase: Phase, position: int | None, numbers: It
 
 
 def _about_communication(analysis: Analysis) -> Iterator[Found]:
-    run_info, workload, links, size = analysis.run_info, analysis.workload, analysis.links, analysis.size
+    run_info, workload, links, size = analysis.run_info, analysis.model.workload, analysis.model.now, analysis.size
     if size == 1 or links is None or not workload.bucket_bytes or analysis.job.is_part:
         return
     now = exposed_ms(workload, size, links)
@@ -266,12 +266,12 @@ def _about_communication(analysis: Analysis) -> Iterator[Found]:
 
 
 def _about_bucket_size(analysis: Analysis, saved_ms: Callable[[Workload], float]) -> Iterator[Found]:
-    now = len(analysis.workload.bucket_bytes)
+    now = len(analysis.model.workload.bucket_bytes)
     found = []
     for size_mb in _SIZES_MB:
-        layout = layout_with(analysis.job, sum(analysis.workload.bucket_bytes), size_mb)
+        layout = layout_with(analysis.job, sum(analysis.model.workload.bucket_bytes), size_mb)
         if layout is not None and len(layout[0]) != now:
-            changed = with_layout(analysis.workload, layout, analysis.backward_ms)
+            changed = with_layout(analysis.model.workload, layout, analysis.backward_ms)
             found.append((saved_ms(changed), size_mb, len(changed.bucket_bytes)))
     if found:
         best, size_mb, then = max(found, key=lambda each: (each[0], -each[1]))

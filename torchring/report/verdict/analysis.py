@@ -15,22 +15,9 @@ from torchring.report.model import buckets as of_buckets
 from torchring.report.model import waits
 from torchring.report.model.core_time import find_loading, who_has_them
 from torchring.report.model.merge import Job
-from torchring.report.model.scaling import (
-    NUM_PARTS,
-    SIZES,
-    Connections,
-    Network,
-    Prediction,
-    Workload,
-    between_hosts,
-    calibrated,
-    describe,
-    fit_network,
-    links_of,
-    predict,
-)
-from torchring.report.model.timing import Steps, median_step, of_optimizers, spread, typical
-from torchring.report.model.waits import Critical, examine, find_start_up, per_second, summarise_ranks
+from torchring.report.model.scaling import NUM_PARTS, Model, Network, model_of
+from torchring.report.model.timing import median_step, of_optimizers, spread, typical
+from torchring.report.model.waits import examine, find_start_up, per_second, summarise_ranks
 from torchring.report.verdict.advice import advise
 from torchring.report.verdict.costs import find_costs
 from torchring.report.verdict.findings import FEWEST_STEPS, Analysis
@@ -54,14 +41,14 @@ def analyse(job: Job, given: Network | None = None) -> Analysis:
     step, costs = spread(path.sum(1)), find_costs(timing, critical)
     backward_ms = typical(reducing_path[:, Phase.BACKWARD])
     buckets = of_buckets.summarise(job, timing, critical)
-    network, own_links, links, workload, whole = _predict(job, timing, critical, given, costs.blamed)
+    model = model_of(job, timing, critical, given, costs.blamed)
     computed = typical(waits.computing(critical.cycle[timing.counts]).mean(1))
     slow = None if costs.blamed is None else timing.ranks[costs.blamed]
-    predictions = [whole] * bool(whole)
-    for part in np.array_split(np.flatnonzero(timing.counts), NUM_PARTS) if whole else ():
+    predictions = [model.predictions] if len(job.steps) >= FEWEST_STEPS else []
+    for part in np.array_split(np.flatnonzero(timing.counts), NUM_PARTS) if any(predictions) else ():
         of_part = dataclasses.replace(timing, counts=np.isin(np.arange(len(timing.counts)), part))
-        if of_part.reduces.any() or not timing.plan:
-            predictions.append(_predict(job, of_part, critical, given, costs.blamed)[-1])
+        if of_part.reduces.any():
+            predictions.append(model_of(job, of_part, critical, given, costs.blamed).predictions)
     analysis = Analysis(
         job=job,
         timing=timing,
@@ -83,11 +70,9 @@ def analyse(job: Job, given: Network | None = None) -> Analysis:
         exposed_ms=typical(reducing_path[:, Phase.EXPOSED]),
         buckets=buckets,
         late_parameters=of_buckets.late_parameters(job, buckets, backward_ms, typical(reducing_path.sum(1))),
-        fitted=network,
-        links=own_links,
-        workload=workload,
-        predictions=tuple(zip(*predictions, strict=True)),
-        predictions_note=_note(whole, links, run_info, given is not None, slow),
+        model=model,
+        predictions=tuple(zip(*filter(None, predictions), strict=True)),
+        predictions_note=_note(model, run_info, given is not None, slow) if any(predictions) else "",
     )
     verdict = judge(analysis)
     if job.ended_badly:
@@ -100,30 +85,8 @@ def analyse(job: Job, given: Network | None = None) -> Analysis:
     return dataclasses.replace(analysis, problems=problems, advice=advice)
 
 
-def _predict(
-    job: Job, timing: Steps, critical: Critical, given: Network | None, slow_rank: int | None
-) -> tuple[Network | None, Connections | None, Connections | None, Workload, list[Prediction]]:
-    """What the steps that count show: network, connections as they are and as given, workload, and predictions."""
-    run_info = job.traces[0].run_info
-    network = fit_network(timing, critical, run_info, job.size)
-    has_several_hosts = run_info.local_size < run_info.size
-    if given and not given.is_alpha_known and network and network.is_alpha_known and has_several_hosts:
-        given = dataclasses.replace(given, alpha_ms=network.alpha_ms, is_alpha_known=True)
-    own, links = links_of(run_info, network, None), links_of(run_info, network, given)
-    workload = dataclasses.replace(describe(job, timing, critical), slow_rank=slow_rank)
-    if own is not None:
-        workload = calibrated(workload, own, job.size, typical(critical.path[timing.counts].sum(1)))
-    predictions: list[Prediction] = []
-    if links is not None and workload.bucket_bytes and len(job.steps) >= FEWEST_STEPS and not job.is_part:
-        predicted = between_hosts(workload) if given and not has_several_hosts else workload
-        predictions = predict(predicted, links, [job.size * times for times in SIZES if job.size * times > 1])
-    return network, own, links, workload, predictions
-
-
-def _note(
-    predictions: list[Prediction], links: Connections | None, run_info: RunInfo, is_given: bool, slow_rank: int | None
-) -> str:
-    if not predictions or links is None:
+def _note(model: Model, run_info: RunInfo, is_given: bool, slow_rank: int | None) -> str:
+    if (links := model.links) is None:
         return ""
     alpha = f"{links.network.alpha_ms:.2g} ms a message" if links.network.alpha_ms else "latency unknown"
     speed = f"{about(links.network.gigabytes_per_s)} GB/s, {alpha}"

@@ -16,7 +16,7 @@ from torchring.observer import Phase
 from torchring.report.model.buckets import BucketSummary, LateParameter
 from torchring.report.model.core_time import LoaderTime
 from torchring.report.model.merge import Job
-from torchring.report.model.scaling import Connections, Network, Prediction, Workload
+from torchring.report.model.scaling import Model, Prediction
 from torchring.report.model.timing import Array, Spread, Steps
 from torchring.report.model.waits import Critical, RankSummary, RankWait, StartUp
 from torchring.report.verdict.costs import Costs, Kind
@@ -84,9 +84,7 @@ class Analysis:
     exposed_ms: float  # in a step that has the buckets below
     buckets: tuple[BucketSummary, ...]  # in plan order; empty if nothing was reduced
     late_parameters: tuple[LateParameter, ...]  # the worst first
-    fitted: Network | None  # to the buckets; None if nothing was reduced, as `links`
-    links: Connections | None
-    workload: Workload
+    model: Model
     # More ranks
     # by all steps and by parts of them, for up to 8 times the ranks; empty without a network
     predictions: tuple[tuple[Prediction, ...], ...]

@@ -85,7 +85,7 @@ def _explain_input(costs: Costs, who: str) -> tuple[str, str]:
 
 def _explain_communication(analysis: Analysis) -> tuple[str, str]:
     """The detail of the verdict, and the end of a sentence that begins with "communication that"."""
-    size, buckets, network, cost_ms = analysis.size, analysis.buckets, analysis.fitted, analysis.exposed_ms
+    size, buckets, network, cost_ms = analysis.size, analysis.buckets, analysis.model.network, analysis.exposed_ms
     late = analysis.late_parameters
     huge = next((each for each in late if each.holds_ms == 0 and each.exposed_ms >= _MOST * cost_ms), None)
     if huge:
