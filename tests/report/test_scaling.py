@@ -83,12 +83,6 @@ def test_the_example_of_exposed_communication() -> None:
     assert exposed_ms(workload, 1, Connections(Network(0.0, 1.0))) == 0
     inline = dataclasses.replace(workload, is_overlapped=False)
     assert exposed_ms(inline, 2, Connections(Network(0.0, 1.0))) == pytest.approx(60)
-    # Lanes hide latency, but share bandwidth. Three buckets that are ready at 0 have 10 ms of latency and 5 ms of
-    # transfer. On two lanes, the first two end at 15 and 20. The third begins at 15, and ends at 30.
-    small = Workload(COMPUTING, (5.0 * MB,) * 3, (0.0,) * 3)
-    for num_lanes, expected in ((1, 45), (2, 30)):
-        on_lanes = dataclasses.replace(small, num_lanes=num_lanes)
-        assert exposed_ms(on_lanes, 2, Connections(Network(5.0, 1.0))) == pytest.approx(expected)
 
 
 def test_what_all_ranks_have_in_common_makes_nobody_wait() -> None:

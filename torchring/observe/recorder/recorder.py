@@ -17,18 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torchring.observe.flight_recorder.call_sites import line_of
 from torchring.observe.loading import UNKNOWN, Loading, since
+from torchring.observe.recorder import records
 from torchring.observe.recorder.device_times import DeviceTimes
-from torchring.observe.recorder.records import (
-    BUCKET_LENGTH,
-    NUM_BYTES,
-    NUMBER,
-    Arrivals,
-    ClockOffset,
-    ParameterRecord,
-    RankTrace,
-    RunInfo,
-    step_row,
-)
+from torchring.observe.recorder.records import Arrivals, ClockOffset, ParameterRecord, RankTrace, RunInfo, step_row
 from torchring.observer import BACKWARD, EXPOSED, FORWARD, INPUT, Observer
 
 if TYPE_CHECKING:
@@ -38,7 +29,7 @@ NUM_STEPS: Final = 1_000  # that are kept
 NUM_ARRIVALS: Final = 16
 _NUM_SAMPLES: Final = 2_000
 _MOST_STAMPS: Final = 2_048  # of one step; a script with more micro-steps gets the rest in one phase
-_MOST_NUMBERS: Final = BUCKET_LENGTH * 8_192  # about the buckets of one step: a script may never call step()
+_MOST_NUMBERS: Final = records.BUCKET_LENGTH * 8_192  # about the buckets of one step: a script may never call step()
 
 
 class Recorder(Observer):
@@ -149,7 +140,7 @@ class Recorder(Observer):
         self._steps.append(step)
         if self._device is not None:
             self._device.end_step(step, now)
-        self.num_bytes += sum(buckets[NUM_BYTES::BUCKET_LENGTH])
+        self.num_bytes += sum(buckets[records.NUM_BYTES :: records.BUCKET_LENGTH])
         self.num_samples_before += self.num_samples
         self.num_steps = number + 1
         self.num_samples = self._stall_ns = self._packing_ns = 0
@@ -190,8 +181,8 @@ class Recorder(Observer):
             is_compiled=has_compiled(),
             groups=self.groups,
         )
-        steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
-        numbers = {step[NUMBER] for step in steps}
+        steps = [step for step in self.last_steps(count) if step[records.NUMBER] >= first]
+        numbers = {step[records.NUMBER] for step in steps}
         samples = tuple(sample for sample in list(self._samples) if sample[0] in numbers)
         return RankTrace(run_info, (), tuple(self.arrivals), tuple(self.clock), samples), steps
 

@@ -12,7 +12,6 @@ A step takes as long as the slowest of N ranks computes, and then as long as com
 """
 
 import dataclasses
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from torchring.report.model.merge import Job
 from torchring.report.model.timing import Array, Steps, typical
 from torchring.report.model.waits import Critical, computing
 
-_NUM_LANES: Final = 2  # buckets that cross the network at a time, on threads
 SIZES: Final = (1, 2, 4, 8)  # times the ranks that there are: what is beyond is a wild guess
 NUM_PARTS: Final = 5  # of the steps, which predict by themselves
 _ERROR: Final = 0.05  # of the model, for each doubling of the ranks: simulated jobs were as near as that
@@ -68,7 +66,6 @@ class Workload:
     # Launch of each bucket, counted from the end of backward on the slowest rank: mostly negative
     ready_ms: tuple[float, ...]
     is_overlapped: bool = True  # backward goes on while buckets are reduced
-    num_lanes: int = 1  # buckets that cross the network at a time
     # Added to each prediction, so that it is right where it can be compared with the measurement
     unexplained_ms: float = 0.0
     # Position of the one rank that is always slower than the others; None if there is none
@@ -86,17 +83,16 @@ class Connections:
     inside: Network | None = None  # between the ranks of a host. None: as fast that it does not count.
 
 
-def split_ms(num_bytes: float, num_ranks: int, links: Connections) -> tuple[float, float]:
-    """Latency and transfer of one all-reduce, when all ranks are there."""
+def _reduce_ms(num_bytes: float, num_ranks: int, links: Connections) -> float:
+    """The duration of one all-reduce, when all ranks are there."""
     if num_ranks < 2:
-        return 0.0, 0.0
+        return 0.0
     if not links.is_hierarchical:
         return _ring_ms(num_bytes, num_ranks, links.network)
     on_host = min(num_ranks, links.ranks_per_host)
-    inside = _ring_ms(num_bytes, on_host, links.inside) if links.inside else (0.0, 0.0)
+    inside = _ring_ms(num_bytes, on_host, links.inside) if links.inside else 0.0
     # Each of the rings between hosts carries a slice; together they carry everything over the link of the host.
-    between = _ring_ms(num_bytes, -(-num_ranks // on_host), links.network)
-    return inside[0] + between[0], inside[1] + between[1]
+    return inside + _ring_ms(num_bytes, -(-num_ranks // on_host), links.network)
 
 
 def exposed_ms(workload: Workload, num_ranks: int, links: Connections) -> float:
@@ -106,30 +102,13 @@ def exposed_ms(workload: Workload, num_ranks: int, links: Connections) -> float:
     30, so 30 ms are exposed. If they take 50 ms each: from -40 to 10, from 10 to 60, so 60 ms are. With several
     optimizers, this is the mean over the steps of all of them, of which only some reduce these buckets.
     """
-    costs = [split_ms(num_bytes, num_ranks, links) for num_bytes in workload.bucket_bytes]
+    costs = [_reduce_ms(num_bytes, num_ranks, links) for num_bytes in workload.bucket_bytes]
     if not workload.is_overlapped:
-        return workload.share * sum(map(sum, costs))
-    latencies, transfers = [latency for latency, _ in costs], [transfer for _, transfer in costs]
-    return workload.share * max(0.0, last_reduced(workload.ready_ms, latencies, transfers, workload.num_lanes))
-
-
-def last_reduced(
-    launched: Sequence[float], latencies: Sequence[float], transfers: Sequence[float], num_lanes: int = 1
-) -> float:
-    """When the last bucket is reduced, if buckets leave in plan order and each takes a latency and a transfer.
-
-    Args:
-        launched: when each bucket is launched, in plan order. No bucket leaves before the bucket in front of it.
-        num_lanes: how many buckets are reduced at a time. They hide each other's latency, and share the bandwidth.
-    """
-    lanes = [-math.inf] * num_lanes
-    before = end = -math.inf
-    for launch, latency, transfer in zip(launched, latencies, transfers, strict=True):
-        before = max(before, launch)
-        begin = max(before, heapq.heappop(lanes))
-        end = max(begin + latency, end) + transfer
-        heapq.heappush(lanes, end)
-    return end
+        return workload.share * sum(costs)
+    end = -math.inf
+    for launched, cost in zip(workload.ready_ms, costs, strict=True):  # no bucket leaves before that in front of it
+        end = max(end, launched) + cost
+    return workload.share * max(0.0, end)
 
 
 def slowest_ms(computing_ms: Array, num_ranks: int, slow_rank: int | None = None) -> float:
@@ -203,9 +182,9 @@ def predict(workload: Workload, links: Connections, sizes: Sequence[int]) -> tup
     return tuple(found)
 
 
-def _ring_ms(num_bytes: float, num_ranks: int, network: Network) -> tuple[float, float]:
+def _ring_ms(num_bytes: float, num_ranks: int, network: Network) -> float:
     transfer = bus_bytes(num_bytes, num_ranks) / (network.gigabytes_per_s * 1e6)
-    return 2 * (num_ranks - 1) * network.alpha_ms, transfer
+    return 2 * (num_ranks - 1) * network.alpha_ms + transfer
 
 
 def fit(bucket_bytes: Array, medians: Array, num_ranks: int) -> Network | None:
@@ -275,19 +254,18 @@ def model_of(job: Job, timing: Steps, critical: Critical, given: Network | None,
         return Model(network, now, links, workload, ())
     predicted = workload
     if given and not has_several_hosts:  # between hosts, a thread reduces buckets in the background
-        predicted = dataclasses.replace(workload, is_overlapped=True, num_lanes=_NUM_LANES)
+        predicted = dataclasses.replace(workload, is_overlapped=True)
     return Model(network, now, links, workload, predict(predicted, links, [times * job.size for times in SIZES]))
 
 
 def _describe(timing: Steps, critical: Critical, run_info: RunInfo) -> Workload:
     """The workload of a job as it is, without `unexplained_ms`."""
     counts = timing.reduces
-    lanes = _NUM_LANES if run_info.overlap == "thread" and run_info.local_size != run_info.size else 1
     backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)
     ready = np.median((critical.all_launched - backward_end)[counts], axis=0)
     sizes, share = tuple(map(float, timing.bucket_bytes)), float(counts.sum() / timing.counts.sum())
     draws = computing(critical.cycle[timing.counts])
-    return Workload(draws, sizes, tuple(map(float, ready)), is_overlapped(run_info), lanes, share=share)
+    return Workload(draws, sizes, tuple(map(float, ready)), is_overlapped(run_info), share=share)
 
 
 def _links_of(run_info: RunInfo, found: Network | None, given: Network | None) -> Connections | None:

@@ -52,10 +52,10 @@ def beside(a: Analysis, b: Analysis) -> str:
     known, found = _facts(a), _facts(b)
     facts = ((name, known.get(name, "-"), found.get(name, "-")) for name in {**known, **found})
     # What is advised, by the same without numbers and ranks. A run of few steps gets no advice.
-    is_enough = a.has_enough_steps and b.has_enough_steps
-    gone, new = ({re.sub(r"\d+|,.*| on .*", "", each.what): each.what for each in run.advice} for run in (a, b))
-    advice = [f"Gone: {gone[what]}." for what in gone if what not in new and is_enough]
-    advice += [f"New: {new[what]}." for what in new if what not in gone and is_enough]
+    runs = (a, b) if a.has_enough_steps and b.has_enough_steps else ()
+    kinds = [{re.sub(r"\d+|,.*| on .*", "", each.what): each.what for each in run.advice} for run in runs]
+    pairs = zip(("Gone", "New"), kinds, kinds[::-1], strict=False)
+    advice = [f"{word}: {own[kind]}." for word, own, others in pairs for kind in own if kind not in others]
     sections = [
         Section("changes", "Milliseconds of a step", (), ("", "A", "B", "change"), tuple(rows)),
         Section("facts", "What was different", (), ("", "A", "B"), tuple(row for row in facts if row[1] != row[2])),
@@ -94,32 +94,29 @@ def _parts(run: Analysis) -> dict[str, Array]:
 
 
 def _sentence(changes: Mapping[str, Change], a: Analysis, b: Analysis) -> str:
-    step, rest = changes[STEP], changes.get(ON_CORE)
-    values = f"{number(step.before)} -> {number(step.after)} ms a step"
-    if (num_steps := min(a.num_steps, b.num_steps)) < _NUM_PARTS:
-        return f"{num_steps} steps are too few to tell a change from noise: {values}."
-    if (speed := changes.get(SPEED)) and abs(_samples(b) - _samples(a)) > _SAME * _samples(
-        a
-    ):  # a step says little then
-        return f"{_ratio(speed, speed.after, speed.before)}: {number(speed.before)} -> {number(speed.after)} samples/s."
+    step, rest, speed = (changes.get(name) for name in (STEP, ON_CORE, SPEED))
+    if (num_steps := min(a.num_steps, b.num_steps)) < _NUM_PARTS or step is None:
+        return f"{num_steps} steps are too few to tell a change from noise."
+    if speed is not None and abs(_samples(b) - _samples(a)) > _SAME * _samples(a):  # then a step says little
+        return _faster(speed, SPEED)
     lost = [typical(run.costs.cores) / run.step.mean for run in (a, b) if run.who_has_cores == OTHERS]
     if rest is not None and max(lost, default=0.0) >= TELLING:
-        text = f"{_ratio(rest, rest.before, rest.after)}, without the time for which other programs held the cores"
-        return f"{text}: {number(rest.before)} -> {number(rest.after)} ms a step. With that time: {values}."
-    text = f"{_ratio(step, step.before, step.after)}: {values}."
-    rose = step.after > step.before
-    by = {name: (each.after - each.before) * (1 if rose else -1) for name, each in changes.items() if not each.is_noise}
+        return _faster(rest, "ms a step, without the time for which other programs held the cores")
+    sign = 1 if step.after > step.before else -1
+    by = {name: (each.after - each.before) * sign for name, each in changes.items() if not each.is_noise}
     cause = max(by.keys() - {STEP, ON_CORE, SPEED}, key=by.__getitem__, default=STEP)
+    text = _faster(step, "ms a step")
     if step.is_noise or cause == STEP or by[cause] < _MOST * by[STEP]:
         return text
-    return f"{text} {cause.capitalize()} {'rose' if rose else 'fell'} by {number(by[cause])} ms."
+    return f"{text} {cause.capitalize()} {'rose' if sign > 0 else 'fell'} by {number(by[cause])} ms."
 
 
-def _ratio(change: Change, better: float, worse: float) -> str:
-    if change.is_noise:
-        return "No difference beyond noise"
-    fast, slow = ("B", "A") if better > worse else ("A", "B")
-    return f"{fast} is {max(better / worse, worse / better):.2f} times as fast as {slow}"
+def _faster(change: Change, unit: str) -> str:
+    before, after, is_noise = change
+    fast, slow = ("B", "A") if (before > after) == (unit != SPEED) else ("A", "B")
+    text = f"{fast} is {max(before, after) / min(before, after):.2f} times as fast as {slow}"
+    text = "No difference beyond noise" if is_noise else text
+    return f"{text}: {number(before)} -> {number(after)} {unit}."
 
 
 def _samples(run: Analysis) -> float:

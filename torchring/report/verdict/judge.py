@@ -196,20 +196,16 @@ def remarks(analysis: Analysis, num_optimizers: int) -> Iterator[str]:
 
 
 def _about_optimizers(analysis: Analysis, num_optimizers: int) -> str:
-    timing, path = analysis.timing, analysis.critical.path
-    share = path[timing.reduces].sum() / path[timing.counts].sum()
-    parameters = analysis.run_info.parameters
-    names = f", {parameters[0].name} and {len(parameters) - 1} more parameters" if len(parameters) > 1 else ""
+    timing, parameters = analysis.timing, analysis.run_info.parameters
     remark = (
         f"Steps have {num_optimizers} different sets of buckets, as those of several optimizers. The step of each "
         "optimizer counts as a step, and times are means over all of them. Buckets are those of the steps that send "
-        f"{timing.bucket_bytes.sum() / 1e6:.3g} MB{names}: these steps take {share_in_words(share)} of the time."
+        f"{timing.bucket_bytes.sum() / 1e6:.3g} MB, {parameters[0].name} and {len(parameters) - 1} more parameters."
     )
     if len(timing.optimizers) > 1:
         remark += (
-            f" Their backward computes gradients for {len(timing.optimizers)} optimizers, and all of them are reduced. "
-            "If only one of the optimizers steps then, call requires_grad_(False) on the parameters of the others "
-            "before forward, and requires_grad_(True) after backward."
+            f" Their backward computes gradients for {len(timing.optimizers)} optimizers. If only one of them steps then, "
+            "call requires_grad_(False) on the parameters of the others before forward, and undo it after backward."
         )
     return remark
 
