@@ -1,7 +1,6 @@
 """How an optimizer comes to reduce with the other ranks: when it is wrapped, later, and once more in another world."""
 
 import dataclasses
-import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
@@ -96,7 +95,6 @@ class ConnectedOptimizer(OptimizerWrapper):
             raise problem
         sparse = self._find_sparse(optimizer, model)
         self._initialise(optimizer, options, names, sparse, model, ignored)
-        self._wrapped_at = time.perf_counter_ns()
         self._has_copied = sync_initial_state
         if sync_initial_state:
             values = shared if model is not None else {name: p.data for p, name in names.items()}
@@ -185,7 +183,6 @@ class ConnectedOptimizer(OptimizerWrapper):
         self._is_stepping = False  # by `step()` of this class
 
         # What is recorded
-        self._wrapped_at = 0
         self._forward_watch: Any = room("forward").ForwardWatch(model)
 
     def _connect(self, world: World) -> Reducer:
@@ -244,7 +241,7 @@ class ConnectedOptimizer(OptimizerWrapper):
         options["model"] = "None" if self._model is no_model else "given"
         options["optimizer"] = type(self.optimizer).__name__
         options["fused"] = str(bool(self.optimizer.defaults.get("fused")))
-        return Wrapped(self._names, options, self._wrapped_at, self._sync, self._members)
+        return Wrapped(self._names, options, self._sync, self._members)
 
     def _drop_early_hooks(self) -> None:
         for handle in self._early_handles:

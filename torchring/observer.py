@@ -42,7 +42,6 @@ class Wrapped(NamedTuple):
 
     names: Mapping[Any, str]  # of its parameters
     options: Mapping[str, str]  # how it was wrapped, as text
-    wrapped_at: int  # in ns of time.perf_counter_ns
     reducer: Any  # None in a world of one
     members: tuple[int, ...] = ()  # the ranks of the job that reduce together, if not all do
 

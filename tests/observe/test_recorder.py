@@ -194,7 +194,6 @@ def test_real_steps(options: dict[str, Any], micros: int, rank: int) -> None:
     names = [f"{i}.{k}" for i in range(3) for k in ("weight", "bias")]
     assert [parameter.name for parameter in run_info.parameters] == names
     num_buckets = 1 + max(parameter.bucket for parameter in run_info.parameters)
-    assert 0 < run_info.process_began < run_info.wrapped < trace.steps[0].end
     assert [step.number for step in trace.steps] == list(range(8))
     for before, step in itertools.pairwise(trace.steps):
         assert before.end == step.begin

@@ -14,7 +14,7 @@ from torch import nn
 import torchring
 from tests.support.harness import run_pooled, run_ranks
 from tests.support.netns import needs_hosts, run_on_hosts
-from tests.support.traces import decoded, with_facts
+from tests.support.traces import decoded
 from torchring import default_world as world_module
 from torchring.bench.netns import Network
 from torchring.observe.recorder.records import RankTrace
@@ -85,9 +85,7 @@ def _steps(model: nn.Module, optimizer: Any, samples: torch.Tensor, num_steps: i
         optimizer.zero_grad()
         model(samples).square().mean().backward()
         optimizer.step()
-    trace = decoded(*recorder_of(world_module.default_world()).trace())
-    # The process has run other tests before: it says nothing about how long a start takes.
-    return with_facts(trace, process_began=0)
+    return decoded(*recorder_of(world_module.default_world()).trace())
 
 
 def _find(fault: str, *expected: tuple[str, int | None], run: Callable[..., list[RankTrace]] = run_pooled) -> Verdict:

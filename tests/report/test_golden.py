@@ -52,7 +52,7 @@ def for_a_while(usual: float, extra: float) -> Callable[[int, int], float]:
 # A step of 40 ms, with noise of 5 %: 2 input, 12 forward, 20 backward, 0.5 between, 4 optimizer, and communication.
 BASE: Final[dict[str, Any]] = {
     **{"num_steps": 150, "input_ms": 2, "forward_ms": 12, "backward_ms": 20, "between_ms": 0.5, "optimizer_ms": 4},
-    **{"bucket_mb": (2.0, 2.0), "latency_ms": 0.05, "gigabytes_per_s": 10.0, "noise": 0.05, "start_up_s": 0.1},
+    **{"bucket_mb": (2.0, 2.0), "latency_ms": 0.05, "gigabytes_per_s": 10.0, "noise": 0.05},
 }
 OF_BASE: Final[dict[str, dict[str, Any]]] = {
     "nothing": {},
@@ -90,7 +90,6 @@ OF_BASE: Final[dict[str, dict[str, Any]]] = {
     "slow in turns": {"num_steps": 300, "input_ms": lambda step, rank: 2 + 60 * (step % 2 == rank)},
     "slow for a while, rank 1": {"num_steps": 300, "forward_ms": for_a_while(12, 20)},
     # how much is known
-    "start-up": {"start_up_s": 12.0},
     "one step": {"num_steps": 1, "input_ms": 60},
     "nine steps": {"num_steps": 9, "input_ms": 60},
     "one rank": {"num_ranks": 1, "bucket_mb": ()},
@@ -279,10 +278,7 @@ _MEMORY = one_step(*[[(25, 89), (60, 90)]] * 2, stall_ms=[10, 10], algorithm="di
 
 JOBS: Final[dict[str, Job]] = {
     **{name: partial(simulate, **{**BASE, **options}) for name, options in OF_BASE.items()},
-    **{
-        name: partial(simulate, 4, **{"num_steps": 20, "noise": 0.005, "start_up_s": 0.1, **options})
-        for name, options in OF_FOUR.items()
-    },
+    **{name: partial(simulate, 4, **{"num_steps": 20, "noise": 0.005, **options}) for name, options in OF_FOUR.items()},
     "crashed": changed(
         changed(partial(simulate, **BASE), [0], {"ended_by": "rank 1 has ended"}),
         *([1], {"ended_by": "RuntimeError: injected"}),

@@ -17,7 +17,6 @@ def test_clocks_that_are_5_seconds_apart_or_drift_are_aligned() -> None:
     there = merge(simulate(4, 12, skew_ms=[0, 0, 5000, 5000], ranks_per_host=2))
     here = merge(simulate(4, 12, ranks_per_host=2, skew_ms=[0] * 4))
     assert there.steps == here.steps
-    assert [trace.run_info.wrapped for trace in there.traces] == [trace.run_info.wrapped for trace in here.traces]
     assert there.clock_error_ms == 0.05  # that of the simulation
     assert merge(simulate(2, 3)).clock_error_ms == 0
     home, away = simulate(2, 12, ranks_per_host=1, skew_ms=[0, 0])

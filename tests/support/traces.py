@@ -45,7 +45,6 @@ def simulate(
     skew_ms: Sequence[float] | None = None,  # by how much each rank's clock is ahead, as its `ClockOffset` says
     ranks_per_host: int | None = None,  # all by default
     num_samples: int | Sequence[int] = 16,
-    start_up_s: float = 1.0,  # from the start of the processes to the beginning of the first step
     seed: int = 0,
 ) -> list[RankTrace]:
     """One trace per rank. Durations may be given for each rank, or as a function of the step and the rank.
@@ -118,8 +117,6 @@ def simulate(
             host=f"host{rank // per_host}",
             pid=1000 + rank,
             num_cores=num_ranks,
-            process_began=round((1_000_000 - start_up_s * 1000) * MS) + skews[rank],
-            wrapped=999_990 * MS + skews[rank],
             algorithm="direct" if per_host == num_ranks else "ring",
             reason="simulated",
             options={"bucket_mb": "25", "compression": "None"},

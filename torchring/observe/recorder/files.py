@@ -11,7 +11,7 @@ import numpy as np
 from torchring.observe.recorder.records import Arrivals, ClockOffset, ParameterRecord, RankTrace, RunInfo, decode
 from torchring.safe_files import reading, replacing
 
-FORMAT: Final = 6
+FORMAT: Final = 7
 
 
 class TraceError(Exception):

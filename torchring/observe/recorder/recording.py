@@ -13,7 +13,7 @@ from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import BucketLayout
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Participant, Reduction
-from torchring.linux import BEGAN, host_name, stat_of
+from torchring.linux import host_name
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.recorder.records import REDUCED as REDUCED_AT
 from torchring.observe.recorder.records import STARTED as STARTED_AT
@@ -121,8 +121,6 @@ def describe(world: World, wrapped: Wrapped, layout: BucketLayout | None) -> Run
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         num_cores=world.num_cores,
         num_threads=torch.get_num_threads(),
-        process_began=_process_began_ns(),
-        wrapped=wrapped.wrapped_at,
         reason="a world of one sends nothing",
         options=dict(wrapped.options),
         versions={
@@ -155,13 +153,3 @@ def _of_layout(layout: BucketLayout, number: int) -> tuple[ParameterRecord, ...]
 
 def _record_of(name: str, numel: int, dtype: torch.dtype, bucket: int, optimizer: int) -> ParameterRecord:
     return ParameterRecord(name, numel * dtype.itemsize, bucket, str(dtype).removeprefix("torch."), optimizer)
-
-
-def _process_began_ns() -> int:
-    """When this process was started, in nanoseconds of CLOCK_MONOTONIC. 0 if /proc does not say."""
-    try:
-        ticks = int(stat_of("self")[BEGAN])  # since the machine was started
-    except (OSError, ValueError, IndexError):
-        return 0
-    age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.monotonic_ns() - int(age_seconds * 1e9)

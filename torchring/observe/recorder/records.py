@@ -134,9 +134,7 @@ class RunInfo:
     device: str = "cpu"  # or name of the GPU
     num_cores: int = 1  # that the ranks of the host may use together
     num_threads: int = 1  # of torch
-    process_began: int = 0  # when the process was started, on this rank's clock; 0 if unknown
     # The optimizer that was wrapped last
-    wrapped: int = 0  # when
     algorithm: str = "none"  # this, `reason` and `overlap`: see `Stats`
     reason: str = ""
     overlap: str = "inline"

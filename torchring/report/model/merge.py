@@ -200,10 +200,7 @@ def _moved(trace: RankTrace) -> RankTrace:
     drift = np.interp((begins - at[0]).astype(float), (at - at[0]).astype(float), (offsets - offsets[0]).astype(float))
     earlier = offsets[0] + np.round(drift).astype(np.int64)
     steps = tuple(_earlier(step, int(ns)) for step, ns in zip(trace.steps, earlier, strict=True))
-    run_info = trace.run_info
-    began = run_info.process_began and run_info.process_began - int(offsets[0])
-    run_info = dataclasses.replace(run_info, process_began=began, wrapped=run_info.wrapped - int(offsets[0]))
-    return dataclasses.replace(trace, run_info=run_info, steps=steps)
+    return dataclasses.replace(trace, steps=steps)
 
 
 def _earlier(step: StepRecord, ns: int) -> StepRecord:

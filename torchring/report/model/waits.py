@@ -37,18 +37,6 @@ class RankSummary:
 
 
 @dataclass(frozen=True)
-class StartUp:
-    """From the start of the process until the end of the first step, on the slowest rank."""
-
-    seconds: float  # until `wrap` returned, if the first step is unknown
-    run_s: float  # from the start of the process until the last step of the trace
-
-    @property
-    def share(self) -> float:
-        return self.seconds / self.run_s
-
-
-@dataclass(frozen=True)
 class Critical:
     """When R ranks come together in each of S steps to reduce the B buckets of one optimizer, and who comes last.
 
@@ -217,19 +205,6 @@ def summarise_ranks(job: Job, timing: Steps, critical: Critical) -> tuple[RankSu
         )
         for i, trace in enumerate(job.traces)
     )
-
-
-def find_start_up(job: Job) -> StartUp | None:
-    """The start of the slowest rank; None if no rank recorded it."""
-    found = []
-    for trace in job.traces:
-        run_info, first, last = trace.run_info, trace.steps[0], trace.steps[-1]
-        if not run_info.process_began or not run_info.wrapped:
-            continue
-        until = run_info.wrapped if first.number else first.end
-        if last.end > run_info.process_began:
-            found.append(StartUp(*((at - run_info.process_began) / 1e9 for at in (until, last.end))))
-    return max(found, key=lambda each: each.share, default=None)
 
 
 def per_second(values: Array, timing: Steps) -> float:

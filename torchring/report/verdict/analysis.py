@@ -17,7 +17,7 @@ from torchring.report.model.core_time import find_loading, who_has_them
 from torchring.report.model.merge import Job
 from torchring.report.model.scaling import NUM_PARTS, Model, Network, model_of
 from torchring.report.model.timing import median_step, of_optimizers, spread, typical
-from torchring.report.model.waits import examine, find_start_up, per_second, summarise_ranks
+from torchring.report.model.waits import examine, per_second, summarise_ranks
 from torchring.report.verdict.advice import advise
 from torchring.report.verdict.costs import find_costs
 from torchring.report.verdict.findings import FEWEST_STEPS, Analysis
@@ -65,7 +65,6 @@ def analyse(job: Job, given: Network | None = None) -> Analysis:
         loading=find_loading(job, timing, critical, is_forward_known=costs.is_forward_known),
         ranks=summarise_ranks(job, timing, critical),
         waits=waits.list_waits(timing, critical),
-        start_up=find_start_up(job),
         median_step=median_step(timing),
         exposed_ms=typical(reducing_path[:, Phase.EXPOSED]),
         buckets=buckets,

@@ -15,7 +15,7 @@ from torchring.report.model.core_time import Queue, find_queue
 from torchring.report.model.timing import Array, Steps, typical
 from torchring.report.model.waits import COMPUTING, Critical, knows_forward
 
-Kind = Literal["input", "compute", "communication", "straggler", "optimizer", "cores", "start-up"]
+Kind = Literal["input", "compute", "communication", "straggler", "optimizer", "cores"]
 TELLING: Final = 0.10  # share of a step
 _LEAST: Final[dict[tuple[Kind, str], float]] = {
     ("optimizer", ""): 0.25,

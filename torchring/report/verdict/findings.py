@@ -18,7 +18,7 @@ from torchring.report.model.core_time import LoaderTime
 from torchring.report.model.merge import Job
 from torchring.report.model.scaling import Model, Prediction
 from torchring.report.model.timing import Array, Spread, Steps
-from torchring.report.model.waits import Critical, RankSummary, RankWait, StartUp
+from torchring.report.model.waits import Critical, RankSummary, RankWait
 from torchring.report.verdict.costs import Costs, Kind
 from torchring.report.verdict.pauses import Pauses
 
@@ -38,8 +38,8 @@ class Verdict:
 
     kind: Kind
     rank: int | None  # the rank to blame; None if no single rank is
-    share: float  # of the time of all steps, from 0 to 1; of the whole run for "start-up"
-    cost: Spread  # of each step; for "pauses" of each step with a pause; for "start-up" seconds of the run
+    share: float  # of the time of all steps, from 0 to 1
+    cost: Spread  # of each step; for "pauses" of each step with a pause
     sentence: str  # with share, duration and spread; behind a sentence about an error, if the job ended with one
     detail: str = ""
 
@@ -78,7 +78,6 @@ class Analysis:
     loading: LoaderTime | None  # None if nothing is known of loading
     ranks: tuple[RankSummary, ...]  # by rank
     waits: tuple[RankWait, ...]  # the longest first
-    start_up: StartUp | None
     median_step: int  # position of the step whose duration is nearest to the median
     # Communication
     exposed_ms: float  # in a step that has the buckets below

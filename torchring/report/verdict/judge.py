@@ -10,7 +10,6 @@ from torchring.report.model.bucket_layout import ready_shares
 from torchring.report.model.buckets import bus_bytes
 from torchring.report.model.scaling import SMALL_BYTES
 from torchring.report.model.timing import Spread, spread, typical
-from torchring.report.model.waits import StartUp
 from torchring.report.verdict.costs import TELLING, Costs
 from torchring.report.verdict.findings import FEWEST_STEPS, Analysis, Verdict
 from torchring.report.verdict.pauses import TELLING as PAUSES_TELLING
@@ -18,8 +17,6 @@ from torchring.report.verdict.pauses import slow_stretches
 from torchring.report.words import share_in_words
 
 _WELL: Final = 0.9
-_START_UP_TELLING: Final = 0.5  # of the run, if nothing else is wrong
-_START_UP_ANYWAY: Final = 0.9
 _MOST: Final = 0.5
 _NEARLY_ALL: Final = 0.75
 _EXPLAINED: Final = 1.3  # times what a bandwidth takes: it does not explain more
@@ -35,11 +32,9 @@ _SLOWER: Final[dict[Phase | None, str]] = {
 
 def judge(analysis: Analysis) -> Verdict:
     """What bounds the job: the largest of the costs that are worth telling."""
-    timing, costs, pauses, start_up = analysis.timing, analysis.costs, analysis.pauses, analysis.start_up
+    timing, costs, pauses = analysis.timing, analysis.costs, analysis.pauses
     telling = costs.telling
     pause = next((each for each in pauses if each.share >= PAUSES_TELLING), None)
-    if start_up and start_up.share >= (_START_UP_ANYWAY if telling or pause else _START_UP_TELLING):
-        return _start_up(start_up)
     if pause and pause.share >= (1.0 - pause.share) * max(telling.values(), default=0.0) / typical(costs.whole):
         return Verdict(pause.kind, pause.rank, pause.share, pause.length, pause.sentence, "pauses")
     if not telling:
@@ -137,12 +132,6 @@ def _compute(costs: Costs, size: int, efficiency: float) -> Verdict:
     return Verdict("compute", None, share, cost, f"{begin} ({_span(cost, step)}), and {ends}.")
 
 
-def _start_up(start_up: StartUp) -> Verdict:
-    text = f"{share_in_words(start_up.share)} of the run is start-up"
-    cost, times = spread([start_up.seconds]), f"({start_up.seconds:.3g} s of {start_up.run_s:.3g} s)"
-    return Verdict("start-up", None, start_up.share, cost, f"{text} {times}.")
-
-
 def _is_in_each_step(cost: Spread) -> bool:
     return cost.low >= _MOST * cost.mean
 
@@ -200,12 +189,12 @@ def _about_optimizers(analysis: Analysis, num_optimizers: int) -> str:
     remark = (
         f"Steps have {num_optimizers} different sets of buckets, as those of several optimizers. The step of each "
         "optimizer counts as a step, and times are means over all of them. Buckets are those of the steps that send "
-        f"{timing.bucket_bytes.sum() / 1e6:.3g} MB, {parameters[0].name} and {len(parameters) - 1} more parameters."
+        f"{timing.bucket_bytes.sum() / 1e6:.3g} MB, those of {parameters[0].name} and what follows it."
     )
     if len(timing.optimizers) > 1:
         remark += (
-            f" Their backward computes gradients for {len(timing.optimizers)} optimizers. If only one of them steps then, "
-            "call requires_grad_(False) on the parameters of the others before forward, and undo it after backward."
+            f" Their backward computes gradients for {len(timing.optimizers)} optimizers. If only one steps then, call "
+            "requires_grad_(False) on the parameters of the others before forward, and undo it after backward."
         )
     return remark
 
