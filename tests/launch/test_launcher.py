@@ -160,7 +160,8 @@ def test_a_machine_that_does_not_reach_itself_says_so(launcher: Launcher) -> Non
 
 def test_what_needs_no_torch_imports_none(launcher: Launcher) -> None:
     """And Ctrl-C during its import, which takes seconds, ends the command without a traceback."""
-    launcher.script("import os, time\nopen(f'importing{os.getpid()}', 'w').close()\ntime.sleep(60)\n", "torch.py")
+    code = "import os, signal, time\nif os.environ.get('RANK'): signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+    launcher.script(f"{code}open(f'importing{{os.getpid()}}', 'w').close()\ntime.sleep(60)\n", "torch.py")
     lines = [("--version", 0), ("run --help", 0), ("bench --help", 0), ("doctor --help", 0), ("run", 2), ("report", 2)]
     lines += [("report nowhere", 1), ("top", 2), ("top nowhere --once", 1)]
     code = f"""
@@ -175,9 +176,9 @@ for line, code in {lines}:
     subprocess.run(command, cwd=launcher.folder, env=launcher.environ, check=True, capture_output=True)
     assert not [*launcher.folder.glob("importing*")]
     environ = {"PYTHONPATH": f"{launcher.folder}:{ROOT}"}
-    started = [launcher.start(*line, **environ) for line in (["run", "-np", "2", "codes.py"], ["doctor"])]
+    started = [launcher.start(*line, **environ) for line in (["run", "-np", "2", "torch.py"], ["doctor"])]
     try:
-        wait_until(lambda: len([*launcher.folder.glob("importing*")]) == 2, "the imports")
+        wait_until(lambda: len([*launcher.folder.glob("importing*")]) == 6, "the imports of agents and ranks")
     finally:
         for process in started:
             process.send_signal(signal.SIGINT)

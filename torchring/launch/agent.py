@@ -7,7 +7,12 @@ script, or -m and a module, and their arguments.
 
 Ranks get the variables that torchrun sets. Agents and ranks meet in a store that the agent of the first host hosts: on
 loopback if there is no other host. torchrun's own store listens on all network interfaces.
+
+The import of torch, for the store, takes as long as in a rank. On one host the ranks start meanwhile: they know the
+port, where the kernel lets them connect already.
 """
+
+from __future__ import annotations
 
 import contextlib
 import itertools
@@ -18,21 +23,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from torch.distributed import DistError, Store, TCPStore
-
-from torchring.errors import RingError
 from torchring.launch.hosts import HostPlan, LaunchError
 from torchring.launch.jobs import bound, open_output
 from torchring.launch.output import STDERR, STDOUT
 from torchring.launch.signals import noted_signals
 from torchring.rendezvous.addresses import is_for_other_hosts, resolve
 from torchring.rendezvous.environment import JOB
-from torchring.rendezvous.rendezvous import within
-from torchring.rendezvous.signed import signed
-from torchring.rendezvous.store import blames_key, host_on
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 _LOOPBACK: Final = "127.0.0.1"
 _MEETING_SECONDS: Final = 900  # for the agents to come, as with torchrun
@@ -47,34 +50,40 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit code of the rank of this host that failed first; 128 + n if signal n ended it, as in a shell."""
     plan, command = HostPlan.from_json(arguments[0]), arguments[1:]
     try:
-        store = _store(plan)
+        listener = None if plan.number else _listener(plan)
+        port = listener.getsockname()[1] if listener else plan.port
+        store = ThreadPoolExecutor(1).submit(_store, plan, listener)
         _meet("here", plan, store, timedelta(seconds=_MEETING_SECONDS))
-        code = _run(plan, command, store)
-        with contextlib.suppress(DistError):  # another agent is lost, which `start` sees, too
+        code = _run(plan, command, store, port)
+        with contextlib.suppress(RuntimeError):  # another agent is lost, which `start` sees, too
             if code == 0:
                 _meet("done", plan, store, _FOREVER, waits=plan.number == 0)  # the store ends last
         return code
-    except (OSError, DistError) as error:
+    except (OSError, RuntimeError) as error:  # torch's are RuntimeErrors
         print(f"torchring run: cannot start the ranks: {error}", file=sys.stderr)
     except LaunchError as error:
         print(f"torchring run: {error}", file=sys.stderr)
     return 2
 
 
-def _meet(what: str, plan: HostPlan, store: Store, timeout: timedelta, *, waits: bool = True) -> None:
+def _meet(what: str, plan: HostPlan, store: Future[TCPStore], timeout: timedelta, *, waits: bool = True) -> None:
     """Say that this agent is here, or done. Wait until all agents have said so."""
     if plan.num_hosts > 1:
-        store.set(f"torchring/{what}{plan.number}", "")
+        store.result().set(f"torchring/{what}{plan.number}", "")
         if waits:
-            store.wait([f"torchring/{what}{number}" for number in range(plan.num_hosts)], timeout)
+            store.result().wait([f"torchring/{what}{number}" for number in range(plan.num_hosts)], timeout)
 
 
-def _store(plan: HostPlan) -> TCPStore:
+def _store(plan: HostPlan, listener: socket.socket | None) -> TCPStore:
     """The store of all agents and ranks, which the first agent hosts."""
+    from torch.distributed import TCPStore
+
+    from torchring.rendezvous.store import host_on
+
     timeout = timedelta(seconds=_MEETING_SECONDS)
-    if plan.number > 0:
+    if listener is None:
         return TCPStore(plan.address, plan.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return host_on(_listener(plan), timeout)
+    return host_on(listener, timeout)
 
 
 def _listener(plan: HostPlan) -> socket.socket:
@@ -94,14 +103,14 @@ def _listener(plan: HostPlan) -> socket.socket:
     return socket.create_server(("", plan.port), family=family, dualstack_ipv6=is_dual)
 
 
-def _run(plan: HostPlan, command: Sequence[str], store: TCPStore) -> int:
+def _run(plan: HostPlan, command: Sequence[str], store: Future[TCPStore], port: int) -> int:
     """Start this host's ranks and wait for them."""
     output = open_output(plan.output)
     ranks: dict[int, subprocess.Popen[bytes]] = {}
     with noted_signals() as received:
         try:
             for local_rank in range(plan.num_proc):
-                environ = _environ(plan, local_rank, store.port)
+                environ = _environ(plan, local_rank, port)
                 rank = int(environ["RANK"])
                 out, err = (output.pipe(stream, rank) for stream in (STDOUT, STDERR))
                 words = [*bound(plan.bind), sys.executable, "-u", *command]
@@ -111,11 +120,13 @@ def _run(plan: HostPlan, command: Sequence[str], store: TCPStore) -> int:
             output.start()
             while not received and not any(codes := [rank.poll() for rank in ranks.values()]) and None in codes:
                 time.sleep(_POLL_SECONDS)
+                if store.done():
+                    store.result()  # raises if it could not be hosted
             if received:
                 return 128 + received[0]
             if all(code == 0 for code in codes):
                 return 0
-            first = _first_to_fail(ranks, store)
+            first = _first_to_fail(ranks, store.result())
         finally:
             _end(ranks.values(), received[0] if received else signal.SIGTERM)
             output.close()
@@ -162,10 +173,14 @@ def _first_to_fail(ranks: Mapping[int, subprocess.Popen[bytes]], store: TCPStore
 
 def _blamed_by(rank: int, store: TCPStore) -> list[int]:
     """The ranks of which a rank that has failed says that they failed before."""
+    from torchring.rendezvous.rendezvous import within
+    from torchring.rendezvous.signed import signed
+    from torchring.rendezvous.store import blames_key
+
     of_ranks = within(signed(store, os.environ.get(JOB, "")), "torchring/attempt0")  # as default_world.py calls it
     key = blames_key(rank)
     # A stranger has written there, or the store has ended with the agent of the first host.
-    with contextlib.suppress(RingError, DistError):
+    with contextlib.suppress(RuntimeError):
         return [int(peer) for peer in of_ranks.get(key).decode().split(",")] if of_ranks.check([key]) else []
     return []
 

@@ -41,14 +41,15 @@ from torchring.rendezvous.environment import JOB
 LAUNCHERS: Final = ("auto", "local", "ssh", "srun", "kubectl")
 _PATIENCE_SECONDS: Final = 40.0  # for the reapers after they were told to stop; reaper.py itself waits 32
 _REPORT_SECONDS: Final = 2.0  # for the other hosts' ranks to report that a rank has failed
-_POLL_SECONDS: Final = 0.05
+_POLL_SECONDS: Final = 0.02
 _SILENCE_SECONDS: Final = 120  # without a heartbeat, after which reapers of other hosts end their processes
 _PORTS: Final = range(20_000, 30_000)  # below the ports that Linux hands out to clients
 _AGENT_TITLE: Final = "the process that starts the ranks"
-# With SIG_DFL, a SIGINT during the import of torch ends the agent without a traceback.
+# With SIG_DFL, a SIGINT during the imports ends the agent without a traceback. To tear torch down takes long, so
+# `os._exit` leaves it.
 _AGENT: Final = (
     f"{OWN_IMPORTS}import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "from torchring.launch.agent import main; sys.exit(main(sys.argv[1:]))"
+    "import os; from torchring.launch.agent import main; os._exit(main(sys.argv[1:]))"
 )
 
 
