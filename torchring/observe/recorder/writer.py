@@ -38,7 +38,7 @@ class TraceWriter:
     """Writes traces of this process to a folder, from now on. For any thread.
 
     Every other second a thread writes the last 50 steps, for `torchring top` and for reports of ranks that are killed.
-    Ten times a second it looks where the script is, which takes 0.1 ms.
+    Ten times a second it looks where the script is, which takes 10 us.
     When a recorder ends, its whole trace takes their place. If a file cannot be written, training goes on, and one
     warning says so.
 
