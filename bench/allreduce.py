@@ -43,8 +43,8 @@ import torchring.horovod as hvd
 from torchring.allreduce.select import Algorithm, open_all_reduce
 from torchring.bench import measure, turns
 from torchring.bench.measure import Spread, Turn, stopped_by_signals
+from torchring.bench.options import parse
 from torchring.default_world import default_world
-from torchring.launch.arguments import duration
 
 OURS = ("direct", "native", "tensor", "torchring.horovod", "gloo", "copy")
 OTHERS = {"open mpi": measure.has_mpi, "horovod": measure.has_horovod}  # each under mpirun
@@ -52,17 +52,10 @@ Reduce = Callable[[torch.Tensor], object]
 _TIMEOUT = timedelta(seconds=90)
 SMALL_BYTES = 1 << 20
 CALLS_IF_SMALL = 20
-SIZES = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 256 << 20]
 
 
 def main() -> int:
-    parser = measure.parser("allreduce", __doc__ or "")
-    parser.add_argument("--ranks", type=measure.several, nargs="+", default=[2, 4], help="one table for each number")
-    parser.add_argument("--sizes", type=measure.positive, nargs="+", default=SIZES, help="sizes in bytes")
-    parser.add_argument("--seconds", type=duration, default=4.0, help="time for each size")
-    parser.add_argument("--most", type=measure.positive, default=300, help="largest number of repetitions")
-    parser.add_argument("--rivals", nargs="*", choices=[*OTHERS], default=[*OTHERS], help="beside torchring and Gloo")
-    options = parser.parse_args()
+    options = parse("allreduce")
     if options.worker:
         torch.set_num_threads(1)
         turns.serve(options.worker, prepare)

@@ -37,8 +37,7 @@ from typing import Any, Final
 from torchring.bench import measure
 from torchring.bench.elastic_worker import Line, train
 from torchring.bench.measure import Spread
-from torchring.bench.models import MODELS
-from torchring.launch.arguments import duration
+from torchring.bench.options import parse
 from torchring.launch.jobs import OWN_IMPORTS
 from torchring.linux import open_process
 
@@ -49,15 +48,7 @@ _PATIENCE_SECONDS: Final = 120.0
 
 
 def main() -> int:
-    parser = measure.parser("elastic", __doc__ or "")
-    parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
-    parser.add_argument("--kills", type=measure.positive, default=30, help="number of SIGKILLs")
-    parser.add_argument("--polite", type=measure.positive, default=6, help="number of SIGTERMs")
-    parser.add_argument("--turns", type=measure.positive, default=3, help="jobs, one after the other")
-    parser.add_argument("--seconds", type=duration, default=20.0, help="undisturbed training at the start of a turn")
-    parser.add_argument("--quick", action="store_true", help="3 kills, 1 SIGTERM, 1 turn, 10 s")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments at which signals are sent")
-    options = parser.parse_args()
+    options = parse("elastic")
     if options.worker:
         train(Path(options.worker), options.model)
         return 0

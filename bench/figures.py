@@ -8,13 +8,13 @@ Rows are appended to the files in `--results`, and the table is made from these.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 from torchring.bench import measure
 from torchring.bench.measure import Spread
+from torchring.bench.options import parse
 
 Row = dict[str, Any]
 
@@ -37,12 +37,7 @@ RUNS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="torchring bench figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=BENCH / "results", metavar="DIR", help="of the files of rows")
-    parser.add_argument("--only-print", action="store_true")
-    options = parser.parse_args()
+    options = parse("figures")
     for run in () if options.only_print else RUNS:
         name, *arguments = run.split()
         command = [sys.executable, str(BENCH / f"{name}.py"), *arguments]

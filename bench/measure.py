@@ -6,7 +6,6 @@ on the machine slows all rivals alike. The time of a repetition is the time of i
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import importlib.util
@@ -36,7 +35,6 @@ import torchring
 from torchring.bench import netns
 from torchring.bench.netns import Network
 from torchring.default_world import default_world
-from torchring.launch.arguments import whole
 from torchring.launch.signals import handled_by
 from torchring.linux import open_process
 from torchring.releases import installed_version
@@ -336,31 +334,6 @@ def provenance() -> dict[str, Any]:
         "kernel": platform.release(),
         "versions": packages | {"torchring": torchring.__version__},
     }
-
-
-def parser(name: str, text: str) -> argparse.ArgumentParser:
-    """A parser for the options of the benchmark `name`, which `torchring bench` runs as a script.
-
-    Has the options that all benchmarks have: --json, and --worker, with which a benchmark starts itself as a rank.
-    """
-    parser = argparse.ArgumentParser(
-        prog=f"torchring bench {name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=writable, metavar="FILE", help="append the rows to this file, as JSON lines")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    return parser
-
-
-several: Final = whole("a number of ranks, 2 or more", 2)
-positive: Final = whole("a whole number, 1 or more", 1)
-
-
-def writable(text: str) -> str:
-    """Parse the name of a file for results. Refuses a file that cannot be written before minutes of measurements."""
-    file = Path(text)
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}")
-    return text
 
 
 def write_rows(path: str | None, rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:

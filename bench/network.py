@@ -45,9 +45,9 @@ from torchring.bench import measure, netns, step
 from torchring.bench.measure import Spread, Turn
 from torchring.bench.models import MODELS
 from torchring.bench.netns import Network
+from torchring.bench.options import parse
 from torchring.bench.step import Trainer
 from torchring.gradients.plan import Compression
-from torchring.launch.arguments import duration
 
 ROUNDED = ("torchring bf16", "ddp fp16")
 LARGEST_WEIGHT_DIFFERENCE = {
@@ -66,14 +66,6 @@ class Layout:
     hosts: int
     ranks_per_host: int
 
-    @staticmethod
-    def parse(text: str) -> Layout:
-        """ "2x1" -> Layout(hosts=2, ranks_per_host=1)."""
-        hosts, times, ranks = text.partition("x")
-        if not (times and hosts.isdecimal() and ranks.isdecimal() and int(hosts) >= 2 and int(ranks) >= 1):
-            raise argparse.ArgumentTypeError(f"a layout is HOSTSxRANKS with 2 hosts or more, such as 2x1, got {text!r}")
-        return Layout(int(hosts), int(ranks))
-
     @property
     def num_ranks(self) -> int:
         return self.hosts * self.ranks_per_host
@@ -83,17 +75,7 @@ class Layout:
 
 
 def main() -> int:
-    parser = measure.parser("network", __doc__ or "")
-    parser.add_argument(
-        "--rates", type=netns.rate, nargs="+", default=["1gbit", "10gbit"], help="of the links, as tc writes them"
-    )
-    parser.add_argument("--layouts", type=Layout.parse, nargs="+", default=[Layout(2, 1), Layout(2, 2)])
-    parser.add_argument("--models", choices=sorted(MODELS), nargs="+", default=["gpt"])
-    others = [rival for rival in RIVALS if rival not in ALWAYS]
-    parser.add_argument("--rivals", choices=others, nargs="*", default=others, help=f"beside {', '.join(ALWAYS)}")
-    parser.add_argument("--seconds", type=duration, default=40.0, help="time for each model, rate and layout")
-    parser.add_argument("--most", type=measure.positive, default=30, help="largest number of steps of each rival")
-    options = parser.parse_args()
+    options = parse("network")
     if options.worker is not None:
         return work(options)
     if (reason := netns.why_unavailable()) is not None:
@@ -101,7 +83,7 @@ def main() -> int:
         return 2
     about = measure.provenance() | {"script": Path(__file__).name}
     with measure.stopped_by_signals():  # so that the network is removed
-        cases = itertools.product(options.models, options.layouts, options.rates)
+        cases = itertools.product(options.models, itertools.starmap(Layout, options.layouts), options.rates)
         rows = [measure_link(*case, options) for case in cases]
     measure.write_rows(options.json, rows, about)
     report(rows, about)
@@ -122,7 +104,7 @@ def measure_link(model: str, layout: Layout, rate: str, options: argparse.Namesp
 
 def check_bytes(row: dict[str, Any]) -> None:
     """Stop the run if other bytes crossed the busiest link than a rival's algorithm sends."""
-    layout = Layout.parse(row["layout"])
+    layout = Layout(*map(int, row["layout"].split("x")))
     for rival, found in row["link_bytes"].items():
         is_by_host = row["stats"].get(rival, {}).get("algorithm") == "hierarchical"
         senders = layout.hosts if is_by_host else layout.num_ranks

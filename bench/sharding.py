@@ -39,7 +39,7 @@ from torchring.bench import measure, step, turns
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS, Block
 from torchring.bench.netns import Network
-from torchring.launch.arguments import duration
+from torchring.bench.options import parse
 from torchring.participants.heap import keep_freed
 
 Make = Callable[..., Optimizer]
@@ -99,18 +99,8 @@ def build(rival: str, model: torch.nn.Module, kind: str) -> step.Trainer:
     return step.Trainer(trained, Several(optimizers), [])
 
 
-RIVALS: Final = ("shard", "torchring", "ddp", "zero", "fsdp2", "alone")
-
-
 def main() -> int:
-    parser = measure.parser("sharding", __doc__ or "")
-    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["mlp", "gpt"])
-    parser.add_argument("--optimizers", nargs="+", choices=("adamw", "adamw-fused", "muon"))
-    parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS))
-    parser.add_argument("--rates", nargs="+", default=["none"], help='of links; "none": one host')
-    parser.add_argument("--ranks", type=measure.several, default=2)
-    parser.add_argument("--seconds", type=duration, default=30.0, help="time for each model, optimizer and rate")
-    options = parser.parse_args()
+    options = parse("sharding")
     if options.worker is not None:
         torch.set_num_threads(1)
         torchring.init(process_group=True)

@@ -39,9 +39,9 @@ import torchring.horovod as api
 from torchring.bench import measure, turns
 from torchring.bench.measure import Spread, stopped_by_signals
 from torchring.bench.models import MODELS, Batch, Workload
+from torchring.bench.options import parse
 from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
-from torchring.launch.arguments import duration
 
 
 @dataclass
@@ -67,15 +67,7 @@ Wrap = Callable[..., Trainer]
 
 
 def main() -> int:
-    parser = measure.parser("step", __doc__ or "")
-    parser.add_argument("--ranks", type=measure.several, nargs="+", default=[2], help="one table for each number")
-    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
-    parser.add_argument("--rivals", nargs="+", choices=[*RIVALS, "horovod"], help="beside torchring and alone")
-    parser.add_argument("--seconds", type=duration, default=30.0, help="time for each model")
-    parser.add_argument(
-        "--group", type=measure.several, help="ranks that reduce together; others cut the linear layers"
-    )
-    options = parser.parse_args()
+    options = parse("step")
     if options.worker:
         torch.set_num_threads(1)
         torchring.init()

@@ -281,6 +281,8 @@ def _bench(arguments: Sequence[str]) -> int:
     if options.name is None:
         bench.print_help()
         return 0
+    if parser := importlib.import_module("torchring.bench.options").parser(options.name):
+        parser.parse_args(options.arguments)  # torch is imported by the benchmark, which takes seconds
     require_packages()
     sys.stdout.flush()
     try:
