@@ -1,6 +1,4 @@
-"""The `torchring` command: `torchring run` starts a script on several processes, `torchring doctor` says what this
-host offers, `torchring report` says what bounds a job that was traced, `torchring manifest` writes what starts a job
-on a cluster, `torchring bench` runs one of the benchmarks that are installed with the package."""
+"""The `torchring` command, and its commands `run` and `bench`."""
 
 import argparse
 import ast
@@ -140,29 +138,28 @@ def _parser_of_run(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         "  torchring run -np 4 --trace trace train.py     then: torchring report trace",
     )
     add = run.add_argument
-    number = "number of processes (default: all slots of -H or --hostfile)"
     names = ("-np", "-n", "--num-proc", "--nproc-per-node")
-    # argparse reads -np2 as -n p2
-    add(*names, dest="num_proc", type=lambda text: positive(text.removeprefix("p")), metavar="N", help=number)
+    number: Any = {
+        "type": lambda text: positive(text.removeprefix("p")),
+        "metavar": "N",
+    }  # -np2 is -n p2 to argparse
+    add(*names, dest="num_proc", **number, help="number of processes (default: all slots of -H or --hostfile)")
     add("--standalone", action="store_true", help=argparse.SUPPRESS)  # torchrun's: so it is without hosts
     add("--nnodes", type=_one_node, help=argparse.SUPPRESS)
     where = run.add_mutually_exclusive_group()
-    places = "hosts, and how many processes each takes"
-    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help=places)
-    file = "the same, one `host slots=N` or `host:N` a line"
-    where.add_argument("--hostfile", metavar="FILE", help=file)
+    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts, and how many processes each takes")
+    where.add_argument("--hostfile", metavar="FILE", help="the same, one `host slots=N` or `host:N` a line")
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     env = "for all processes; without =VALUE, as it is set here; may be repeated"
     add("--env", type=setting, action="append", default=[], metavar="NAME[=VALUE]", help=env)
-    add("--launcher", type=_launcher, choices=LAUNCHERS, default="auto", help="what starts them; chosen by default")
+    add("--launcher", choices=LAUNCHERS, default="auto", help="what starts them; chosen by default")
     port = whole("a TCP port, 1 to 65535", 1, 65535)
     add("-p", "--ssh-port", type=port, metavar="PORT", help="of ssh on other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
     bind = "where each process runs: on physical cores of its own (the default, where there are enough), or a NUMA node"
     add("--bind", choices=placement.MODES, help=bind)
     add("--tag-output", action="store_true", help="put [rank] before each line that a process prints")
-    logs = "also write what rank N prints to DIR/rankN.log, on its host; with --elastic, of worker N to DIR/workerN.log"
-    add("--log-dir", metavar="DIR", help=logs)
+    add("--log-dir", metavar="DIR", help="also write what rank N prints to DIR/rankN.log, on its host")
     add("--quiet", action="store_true", help="with --log-dir: do not show it here")
     trace = "write where the time of the last 1,000 steps went to DIR, for `torchring report DIR`; replaces old ones"
     add("--trace", metavar="DIR", help=trace)
@@ -174,19 +171,10 @@ def _parser_of_run(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     return run
 
 
-def _launcher(text: str) -> str:
-    if text == "mpirun":
-        raise argparse.ArgumentTypeError("mpirun starts ranks by itself: mpirun -np N -H HOSTS python SCRIPT")
-    return text
-
-
-def _one_node(text: str) -> str:
+def _one_node(text: str) -> None:
     """A type for torchrun's --nnodes."""
     if text not in ("1", "1:1"):
-        raise argparse.ArgumentTypeError(
-            f"torchring run starts the processes of all hosts: name them with -H HOST:SLOTS,..., got {text!r}"
-        )
-    return text
+        raise argparse.ArgumentTypeError("-H HOST:SLOTS,... names the hosts, whose processes torchring run starts")
 
 
 def _run(options: argparse.Namespace, is_elastic: bool) -> int:

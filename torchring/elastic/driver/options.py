@@ -25,29 +25,23 @@ def add_options(
     """
     more = "go on when workers are lost, and take new ones in; `--elastic --help` shows more"
     parser.add_argument("--elastic", action="store_true", help=more)
-    group = parser.add_argument_group("elastic jobs")
     script = "an executable that prints `host:slots` lines, asked every second; implies --elastic"
     hidden: list[argparse.Action] = [where.add_argument("--discover", metavar="SCRIPT", help=script)]
+    group = parser.add_argument_group("elastic jobs")
 
-    def add(name: str, text: str, **how: Any) -> None:
+    def add(name: str, text: str, metavar: Any = "SECONDS", **how: Any) -> None:
+        how |= {"metavar": metavar, "type": positive if metavar == "N" else duration}
         hidden.append(group.add_argument(name, help=text, **how))
 
-    number: dict[str, Any] = {"type": positive, "metavar": "N"}
-    seconds: dict[str, Any] = {"type": duration, "metavar": "SECONDS"}
-    add("--min-np", "wait for workers if there are fewer (default: 1); implies --elastic", **number)
-    add("--max-np", "start no more workers (default: -np; without it, all slots); implies --elastic", **number)
-    short = f"end the job if there are fewer than --min-np workers for so long (default: {Limits.elastic_timeout:g})"
-    add("--elastic-timeout", short, **seconds)
-    silent = f"kill a worker that gives no sign of life for so long (default: {Limits.heartbeat_timeout:g})"
-    add("--heartbeat-timeout", silent, **seconds)
-    stuck = "kill a worker that makes no progress while others wait for it for so long (default: 300 of torchring.init)"
-    add("--stall-timeout", stuck, **seconds)
-    add("--slots", "of hosts for which the discovery script prints no number (default: 1)", **number)
-    cooldown = (
-        "seconds for which a slot is left out whose workers fail again and again; the time doubles from MIN to MAX "
-        "(default: {:g} {:g})".format(*Limits.cooldown)
-    )
-    add("--blacklist-cooldown-range", cooldown, nargs=2, type=duration, metavar=("MIN", "MAX"))
+    add("--min-np", "wait for workers if there are fewer (default: 1); implies --elastic", "N")
+    add("--max-np", "start no more workers (default: -np; without it, all slots); implies --elastic", "N")
+    short, silent = Limits.elastic_timeout, Limits.heartbeat_timeout
+    add("--elastic-timeout", f"end a job that has fewer than --min-np workers for so long (default: {short:g})")
+    add("--heartbeat-timeout", f"kill a worker that gives no sign of life for so long (default: {silent:g})")
+    add("--stall-timeout", "kill a worker without progress for which others have waited for so long (default: never)")
+    add("--slots", "of hosts for which the discovery script prints no number (default: 1)", "N")
+    cooldown = "leave out a slot whose workers fail again and again; the time doubles (default: {:g} {:g} seconds)"
+    add("--blacklist-cooldown-range", cooldown.format(*Limits.cooldown), ("MIN", "MAX"), nargs=2)
     for action in hidden if "--elastic" not in arguments else ():
         action.help = argparse.SUPPRESS
 

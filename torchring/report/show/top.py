@@ -39,10 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     folder = options.folder
-    if folder.exists() and not folder.is_dir():
-        parser.error(f"{str(folder)!r} is no folder; a trace is the folder that `torchring run --trace DIR` writes")
-    if not options.once and not sys.stdout.isatty() and not folder.is_dir():
-        parser.error(f"there is no folder {str(folder)!r}; `torchring run --trace {folder} ...` writes it")
+    may_come = (options.once or sys.stdout.isatty()) and not folder.exists()
+    if not folder.is_dir() and not may_come:
+        parser.error(f"there is no folder {str(folder)!r}; `torchring run --trace DIR ...` writes a trace")
     try:
         if options.once:
             picture = look(folder)
