@@ -32,6 +32,7 @@ _STANDARD_ERRORS: Final = 3.0  # by which a rank must be slower
 _NUM_PARTS: Final = 10  # of the trace, from which the error is estimated
 _FUSED_SAVES: Final = {"AdamW": 0.5, "Adam": 0.5, "SGD": 0.3, "Adagrad": 0.3}  # of step(); said to be an assumption
 _FEW_CORES: Final = 0.5  # of the time in which ranks wait for workers, they have no core
+_NEARLY_ALL: Final = 0.75
 _HALF: Final = 0.5  # of what data or code take; said to be an assumption, too
 _FEWEST_SAMPLES: Final = 3  # of a line, and its share of all samples, to name the line
 _LEAST_SAMPLES: Final = 0.2
@@ -73,11 +74,12 @@ def _about_input(analysis: Analysis) -> Iterator[Found]:
     saved = min(waited, loading.step_ms(now) - loading.step_ms(best))
     has_gain = saved >= _WORTH_IT * analysis.step.mean
     on = "" if rank is None else f" on {where}"
-    line = _line_in(analysis, Phase.INPUT, rank)
+    is_known = not loading.has_loader or typical(costs.loading) >= _NEARLY_ALL * typical(costs.input)
+    line = _line_in(analysis, Phase.INPUT, rank) if is_known else ""  # else it may be of other code
     if has_gain and most:
         workers, cores = count(best, "worker"), count(analysis.run_info.num_cores, "core")
         what = "Load data in the background"
-        why = f"{begin} spends {waited:.1f} ms of a step in its DataLoader, which has no workers{line}."
+        why = f"{begin} spends {waited:.1f} ms of a step in its DataLoader{line}. The DataLoader has no workers."
         if not loading.has_loader:
             why = (
                 f"{begin} spends {waited:.1f} ms between step() and forward{line}, and no DataLoader is used. If that "
@@ -209,7 +211,9 @@ def _cause(analysis: Analysis, run_info: RunInfo, longer_ms: float) -> Found | N
 
 def _work_of_one(analysis: Analysis, phase: Phase, place: str, longer_ms: float) -> Found:
     run_info = analysis.job.traces[analysis.costs.blamed or 0].run_info
-    line = _line_in(analysis, phase, analysis.costs.blamed)
+    costs = analysis.costs
+    is_known = phase != Phase.INPUT or typical(costs.loading) < _HALF * typical(costs.input)
+    line = _line_in(analysis, phase, costs.blamed) if is_known else ""
     return (
         f"Find out what rank {run_info.rank} does {place}",
         longer_ms,

@@ -84,13 +84,13 @@ class Pauses:
     def sentence(self) -> str:
         """One sentence: how much time pauses take, and where they are."""
         digits = 0 if self.length.mean >= 10 else 1
-        low, mean, high = (f"{each:,.{digits}f}" for each in (self.length.low, self.length.mean, self.length.high))
+        low, middle, high = (f"{each:,.{digits}f}" for each in (self.length.low, self.length.median, self.length.high))
         cause = f", {self.cause}" if self.cause else ""
         if len(self.numbers) == 1:
-            what = f"one pause: in step {self.numbers[0]:,}, {self.who} takes {mean} ms longer {self.place}{cause}"
+            what = f"one pause: in step {self.numbers[0]:,}, {self.who} takes {middle} ms longer {self.place}{cause}"
         else:
             what = (
-                f"{len(self.numbers)} of {self.num_steps:,} steps, in which {self.who} takes {mean} ms longer "
+                f"{len(self.numbers)} of {self.num_steps:,} steps, in which {self.who} takes {middle} ms longer "
                 f"{self.place}{cause} (between {low} and {high}): {self.named_steps}"
             )
         return f"{share_in_words(self.share)} of the time goes to {what}."
