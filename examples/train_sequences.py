@@ -1,8 +1,7 @@
 """Train a transformer on sequences of different length, once with `optimizer.weigh` and once without; compare the two.
 
-    torchring run -np 2 examples/train_sequences.py
-    torchrun --nproc-per-node 3 examples/train_sequences.py
-    python examples/train_sequences.py                            one process, for which both are the same
+    torchring run -np 2 examples/train_sequences.py        two processes
+    python examples/train_sequences.py                     one process, for which both are the same
 
 A sequence is a line of Python's own source code. A rank's batch has lines of about the same length, which need little
 padding. So in each step ranks have different numbers of tokens, and each rank's loss is the mean over its own tokens.
@@ -16,21 +15,18 @@ with weights differ from the reference by more than rounding.
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
 from torch.nn.utils.rnn import pad_sequence
 from train_char_gpt import TRAINING_TEXT, VALIDATION_TEXT, CharGPT, read
 
 import torchring
 
 Lines = Sequence[bytes]
-
-LONGEST = 100  # characters of a line; the rest is cut off
-IGNORED = -100  # where a line has no token
+LONGEST, IGNORED = 100, -100  # characters of a line, the rest is cut off; where a line has no token
 TOLERANCE = 1e-5  # of gradients, relative to their norm; rounding alone makes some 1e-7
 
 
@@ -54,12 +50,12 @@ def mean_loss(model: CharGPT, lines: Lines) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model: CharGPT, lines: Lines) -> float:
-    """The mean loss over the tokens of `lines`. Every rank computes its share; sums and counts are added up."""
-    batches = [lines[i : i + 64] for i in range(0, len(lines), 64)][torchring.rank() :: torchring.size()]
-    counts = [count_tokens(batch) for batch in batches]
-    sums = [float(mean_loss(model, batch)) * count for batch, count in zip(batches, counts, strict=True)]
-    total = torchring.all_reduce(torch.tensor([sum(sums), sum(counts)], dtype=torch.float64), op="sum")
-    return float(total[0] / total[1])
+    """The mean loss over the tokens of `lines`, of which every rank computes a share."""
+    metric = torchring.recipes.MeanMetric()
+    for first in range(64 * torchring.rank(), len(lines), 64 * torchring.size()):
+        batch = lines[first : first + 64]
+        metric.update({"loss": mean_loss(model, batch)}, weight=count_tokens(batch))
+    return metric.compute()["loss"]
 
 
 def draw(lines: Lines, batch_size: int, generator: torch.Generator) -> list[Lines]:
@@ -68,13 +64,7 @@ def draw(lines: Lines, batch_size: int, generator: torch.Generator) -> list[Line
     return [lines[start : start + batch_size] for start in starts.tolist()]
 
 
-def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-def train(
-    model: CharGPT, lines: Lines, args: argparse.Namespace, *, weighs: bool, advance: Callable[[], None]
-) -> list[float]:
+def train(model: CharGPT, lines: Lines, args: argparse.Namespace, weighs: bool) -> list[float]:
     """Train the model. Returns the relative distances, in some steps, of its gradients from those of one process."""
     parameters = list(model.parameters())
     optimizer = torchring.wrap(torch.optim.AdamW(parameters, lr=args.lr), model)
@@ -89,39 +79,31 @@ def train(
         mean_loss(model, mine).backward()
         if step % max(1, args.steps // 12) == 0:
             everything = [line for batch in batches for line in batch]
-            reference = flat(torch.autograd.grad(mean_loss(model, everything), parameters))
-            actual = flat([p.grad for p in parameters])
+            reference = parameters_to_vector(torch.autograd.grad(mean_loss(model, everything), parameters))
+            actual = parameters_to_vector([p.grad for p in parameters])
             distances.append(float((actual - reference).norm() / reference.norm()))
         optimizer.step()
-        advance()
     optimizer.close()
     return distances
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Train on sequences of different length, with weights and without.")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch-size", type=int, default=16, help="lines per step and rank")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.steps < 1:
-        parser.error(f"--steps must be 1 or more, got {args.steps}")
-    torch.set_num_threads(1)  # more threads hardly speed up such a small model
     lines, held_out = read_lines(TRAINING_TEXT), read_lines(VALIDATION_TEXT)[::8]  # enough for a comparison
 
-    is_first = torchring.rank() == 0
-    console = Console()
     distances, losses = [], []
-    with Progress(console=console, disable=not (is_first and console.is_terminal)) as progress:
-        bar = progress.add_task("training twice", total=2 * args.steps)
-        for weighs in (True, False):
-            torch.manual_seed(args.seed)  # both models start from the same parameters
-            model = CharGPT(128, LONGEST)
-            distances.append(train(model, lines, args, weighs=weighs, advance=lambda: progress.advance(bar)))
-            losses.append(evaluate(model, held_out))
+    for weighs in (True, False):
+        torch.manual_seed(args.seed)  # both models start from the same parameters
+        model = CharGPT(128, LONGEST)
+        distances.append(train(model, lines, args, weighs))
+        losses.append(evaluate(model, held_out))
 
-    if is_first:
+    if torchring.rank() == 0:
         n = args.batch_size
         print(f"{torchring.size()} rank(s) x {n} lines per step")
         print(f"{n} lines have {count_tokens(lines[:n])} to {count_tokens(lines[-n:])} tokens")
@@ -131,11 +113,8 @@ def main() -> int:
             print(f"{name:7} distance from reference   {weighted:12.1e}  {plain:10.1e}")
         print(f"{'held-out loss per token':33}  {losses[0]:12.4f}  {losses[1]:10.4f}")
     if not all(distance <= TOLERANCE for distance in distances[0]):  # NaN is a failure, too
-        if is_first:
-            print("gradients with weights are not those of the mean over all tokens", file=sys.stderr)
-        return 1
-    return 0
+        sys.exit("gradients with weights are not those of the mean over all tokens")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
