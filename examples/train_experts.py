@@ -69,13 +69,15 @@ def main() -> None:
     torch.manual_seed(0)  # all ranks build the same model, and keep their part of it
     model = nn.Sequential(Experts(mesh["ep"]), nn.Linear(64, 10))
     # --8<-- [start:ep]
-    experts = [p for name, p in model.named_parameters() if ".experts." in name]
-    others = [p for name, p in model.named_parameters() if ".experts." not in name]
-    for p in experts:  # which get gradients of the losses of all ranks of mesh["ep"]: their mean is wanted
+    experts = list(model[0].experts.parameters())
+    others = [*model[0].router.parameters(), *model[1].parameters()]
+    for p in experts:  # they get the sum of gradients of mesh["ep"]'s ranks
         p.register_hook(lambda grad: grad / mesh["ep"].size())
+    optimizer1 = torch.optim.AdamW(experts, lr=args.lr)
+    optimizer2 = torch.optim.AdamW(others, lr=args.lr)
     optimizers = [
-        torchring.wrap(torch.optim.AdamW(experts, lr=args.lr), model, group=mesh["dp"]),  # ranks with the same expert
-        torchring.wrap(torch.optim.AdamW(others, lr=args.lr), model),  # all ranks
+        torchring.wrap(optimizer1, model, group=mesh["dp"]),  # same expert
+        torchring.wrap(optimizer2, model),  # all ranks
     ]
     # --8<-- [end:ep]
     for epoch in range(args.epochs):

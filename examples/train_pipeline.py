@@ -53,18 +53,23 @@ def main() -> None:
     model = nn.Sequential(Block(), Block(), Block(), nn.Linear(64, 10))
     # --8<-- [start:pp]
     index, count = mesh["pp"].get_local_rank(), mesh["pp"].size()
-    part = model[index * len(model) // count : (index + 1) * len(model) // count]
-    stage = PipelineStage(part, index, count, torch.device("cpu"), group=mesh["pp"].get_group())
-    schedule = Schedule1F1B(stage, args.micro_batches, loss_fn=cross_entropy)
+    first, last = (len(model) * i // count for i in (index, index + 1))
+    part = model[first:last]
+    stage = PipelineStage(
+        part, index, count, torch.device("cpu"), group=mesh["pp"].get_group()
+    )  # fmt: skip
+    num = args.micro_batches
+    schedule = Schedule1F1B(stage, num, loss_fn=cross_entropy)
     optimizer = torch.optim.AdamW(part.parameters(), lr=args.lr)
-    # Each micro-batch has a backward of its own. Gradients are reduced in the last one.
-    optimizer = torchring.wrap(optimizer, part, group=mesh["dp"], accumulate=args.micro_batches)
+    # Each micro-batch has a backward. The last one reduces gradients.
+    optimizer = torchring.wrap(optimizer, part, group=mesh["dp"], accumulate=num)
 
     def train_step(images: Tensor, labels: Tensor) -> Tensor:
-        """Forward, backward and step. Returns the loss, which the last stage knows."""
-        optimizer.zero_grad()
         losses: list[Tensor] = []
-        schedule.step(*[images][index:], target=labels if stage.is_last else None, losses=losses)
+        optimizer.zero_grad()
+        inputs = [images] if stage.is_first else []
+        target = labels if stage.is_last else None
+        schedule.step(*inputs, target=target, losses=losses)
         optimizer.step()
         loss = torch.stack(losses).mean() if stage.is_last else torch.zeros(())
         return torchring.all_reduce(loss.detach(), op="sum", group=mesh["pp"])

@@ -54,8 +54,9 @@ class Reader(nn.Module):
 
 # --8<-- [start:tp]
 def parallelize(model: Reader, mesh: DeviceMesh) -> None:
-    columns, rows = ColwiseParallel(), RowwiseParallel()  # each rank has some columns of a weight, or some rows
-    plan = {"q": columns, "k": columns, "v": columns, "out": rows, "up": columns, "down": rows}
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = {"q": columns, "k": columns, "v": columns, "out": rows}
+    plan |= {"up": columns, "down": rows}
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], plan)
 
@@ -82,7 +83,7 @@ def main() -> None:
     test_images, test_labels = test[torchring.rank(mesh["dp"]) :: torchring.size(mesh["dp"])]
 
     # --8<-- [start:wrap]
-    torch.manual_seed(0)  # all ranks build the same model, and keep their parts of it
+    torch.manual_seed(0)  # all ranks build the same model, and keep parts
     model = Reader()
     parallelize(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
