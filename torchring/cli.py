@@ -220,7 +220,7 @@ def _empty_trace(folder: str) -> str:
         for file in path.glob("rank-*.npz"):
             file.unlink()
     except OSError as error:
-        raise LaunchError(f"--trace {folder}: {error.strerror}") from error
+        raise LaunchError(f"--trace {folder}: {error.strerror}; take one that you can write to") from error
     return str(path)
 
 

@@ -272,7 +272,10 @@ def test_a_folder_for_logs_that_cannot_be_made_is_named_with_its_option(
 ) -> None:
     (tmp_path / "file").touch()
     assert run_here("", log_dir=str(tmp_path / "file" / "logs")) == 2
-    assert capfd.readouterr().err == f"torchring run: --log-dir {tmp_path}/file/logs: Not a directory\n"
+    assert (
+        capfd.readouterr().err
+        == f"torchring run: --log-dir {tmp_path}/file/logs: Not a directory; take one that you can write to\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,12 @@ _KEYS: Final = [key.name for key in fields(JobFile)]
 def read_job(path: str) -> JobFile:
     """The job of a file. Raises LaunchError for what is not a job file, and for a job that no host can run."""
     try:
-        import yaml
-    except ImportError as error:
-        raise LaunchError("job files need PyYAML: run `pip install 'torchring[manifest]'`") from error
-    try:
         with open(path) as file:
+            import yaml
+
             said = yaml.safe_load(file)
+    except ImportError as error:
+        raise LaunchError("job files need PyYAML: pip install pyyaml") from error
     except OSError as error:
         raise LaunchError(f"cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, RecursionError) as error:
