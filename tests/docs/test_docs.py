@@ -80,8 +80,7 @@ def test_python_runs_on_two_ranks(tmp_path: Path) -> None:
             assert_same_on_all_ranks([mine, second[page]["models"][name]])
     assert first["README.md"]["reductions"] == 5 * 64
     assert first["recipes.md"]["reductions"] > 0
-    promised = section(DOCS / "start" / "first-script.md", "## The check")
-    (loss,) = set(re.findall(r"ranks: loss ([\d.]+)", promised))
+    (loss,) = set(re.findall(r"ranks: loss ([\d.]+)", section(DOCS / "start" / "first-script.md", "## The check")))
     assert first["first-script.md"]["loss"] == pytest.approx(float(loss), rel=1e-3)
 
 
@@ -247,9 +246,8 @@ def test_quoted_messages_are_those_of_the_code() -> None:
 
 def _strings(file: Path) -> list[str]:
     """The string constants of a source; "…" stands for what an f-string fills in."""
-    tree = ast.parse(file.read_text())
     found = []
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.JoinedStr):
             parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
             found.append("".join(parts).replace("\n", " "))
@@ -303,12 +301,14 @@ def test_files_that_pages_name_and_include_exist() -> None:
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
-def test_versions_on_the_pages_of_platforms_are_the_tested_ones() -> None:
+def test_code_fits_a_page_and_platforms_name_the_tested_versions() -> None:
+    code = [(block, line) for page in PAGES for block in blocks(page) for line in block.code.splitlines()]
+    assert [line for block, line in code if len(line) > (80 if block.language == "text" else 76)] == []
     pinned = {line.partition(";")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
     for page in DOCS.glob("platforms/*.md"):
         tested = {span for span in code_spans(page.read_text()) if re.fullmatch(r"[\w-]+==[\d.]+", span)}
-        assert tested <= pinned, page
         assert tested or page.stem == "index"
+        assert tested <= pinned, page
 
 
 # docs/guides/ddp.md, as pasted
