@@ -32,7 +32,6 @@ class RankSummary:
     host: str
     step: Spread
     phases: Mapping[Phase, Spread]  # means add up to the mean of `step`
-    is_last_share: float  # share of the steps in which the others wait for this rank
     queued: Spread | None  # time in all phases without a core, though ready to run; None if unknown
 
 
@@ -130,29 +129,18 @@ def _find_critical(timing: Steps, found: dict[str, Array]) -> Critical:
 
 def list_waits(timing: Steps, critical: Critical) -> tuple[RankWait, ...]:
     """Waits for each rank, the longest first."""
+    waiting, awaited = critical.waiting[timing.counts], critical.awaited[timing.counts]
     found = []
     for position, rank in enumerate(timing.ranks):
-        costs = _waits_for(timing, critical, position)
+        costs = np.where((waiting > _WORTH_TELLING_MS) & (awaited == position), waiting, 0.0)
+        costs[:, position] = 0.0
         who = np.flatnonzero(costs.any(0))
         if len(who):
             costs = costs[:, who]
-            waiting = tuple(timing.ranks[i] for i in who)
+            ranks = tuple(timing.ranks[i] for i in who)
             mean_ms, share = float(costs.mean()), float((costs > 0).mean())
-            found.append(RankWait(waiting, rank, mean_ms, share, spread(costs[costs > 0])))
+            found.append(RankWait(ranks, rank, mean_ms, share, spread(costs[costs > 0])))
     return tuple(sorted(found, key=lambda wait: -wait.mean_ms))
-
-
-def is_last_share(timing: Steps, critical: Critical, position: int) -> float:
-    """In which share of the steps the others wait for the rank at that position."""
-    return float(_waits_for(timing, critical, position).any(1).mean())
-
-
-def _waits_for(timing: Steps, critical: Critical, position: int) -> Array:
-    """[S, R], for how long each rank waits for the rank at that position."""
-    waiting, awaited = critical.waiting[timing.counts], critical.awaited[timing.counts]
-    costs = np.where((waiting > _WORTH_TELLING_MS) & (awaited == position), waiting, 0.0)
-    costs[:, position] = 0.0
-    return costs
 
 
 def _heads(all_launched: Array, earlier: Array, run_info: RunInfo) -> Array:
@@ -200,7 +188,6 @@ def summarise_ranks(job: Job, timing: Steps, critical: Critical) -> tuple[RankSu
             trace.run_info.host,
             spread(durations[:, i]),
             {phase: spread(critical.phases[counts][:, i, phase]) for phase in Phase},
-            is_last_share(timing, critical, i),
             spread(timing.queued[counts][:, i]) if (timing.queued[counts][:, i] >= 0).all() else None,
         )
         for i, trace in enumerate(job.traces)

@@ -73,7 +73,8 @@ def facts(analysis: Analysis) -> str:
 
 def shown_ranks(analysis: Analysis, most: int = _MOST_RANKS) -> list[int]:
     """The ranks that others wait for most, in order."""
-    by_blame = sorted(analysis.ranks, key=lambda rank: (rank.rank != analysis.verdict.rank, -rank.is_last_share))
+    blamed = analysis.verdict.rank
+    by_blame = sorted(analysis.ranks, key=lambda rank: (rank.rank != blamed, rank.phases[Phase.WAITING].mean))
     return sorted(rank.rank for rank in by_blame[:most])
 
 
