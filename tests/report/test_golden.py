@@ -376,6 +376,7 @@ PAIRS: Final[dict[str, tuple[Job, Job]]] = {
     ),
     "twice the batch": (_NOTHING, partial(simulate, **{**BASE, "num_samples": 32, "backward_ms": 30})),
     "other programs": (JOBS["20 ms slower, for want of a core"], _slower(0, 0)),
+    "unknown samples": (_NOTHING, partial(simulate, **{**BASE, "num_samples": 0})),
     "few steps": (_NOTHING, JOBS["nine steps"]),
 }
 # Of these, all that is printed; of the others, the verdict, what is strange, and what is advised.
@@ -401,7 +402,7 @@ def analysis_of(job: Job, network: Network | None = None) -> Analysis:
         seconds = max((each[-1].end - each[0].begin) / 1e9 for each in steps if each)
         assert analysis.steps_per_s == pytest.approx(len(steps[0]) / seconds)
         samples = sum(step.num_samples for each in steps for step in each)
-        assert analysis.samples_per_s == pytest.approx(samples / seconds)
+        assert (analysis.samples_per_s or 0.0) == pytest.approx(samples / seconds)
     for rank, each in zip(analysis.ranks, steps, strict=True):
         if analysis.num_steps == len(each):
             durations = [(step.end - step.begin) / MS for step in each]

@@ -82,15 +82,16 @@ def compare(a: Analysis, b: Analysis) -> dict[str, Change]:
 def _parts(run: Analysis) -> dict[str, Array]:
     """[10], the means of the parts of a run, by name."""
     counts, queue = run.timing.counts, run.costs.queue
-    path, waiting = run.critical.path[counts], run.critical.phases[counts][..., Phase.WAITING]
+    path, samples = run.critical.path[counts], run.timing.num_samples[counts]
     found = {STEP: path.sum(1)} | {NAMES[phase]: path[:, phase] for phase in Phase if phase != Phase.WAITING}
-    found["ranks wait"] = waiting.mean(1)
+    found["ranks wait"] = run.critical.phases[counts][..., Phase.WAITING].mean(1)
     if queue is not None:
         found |= {"no core": queue.whole, ON_CORE: path.sum(1) - queue.whole}
-    found[SPEED] = 1e3 * run.timing.num_samples[counts].sum(1)
+    if samples.all():
+        found[SPEED] = 1e3 * samples.sum(1)
     parts = {name: np.array_split(values, min(_NUM_PARTS, len(path))) for name, values in found.items()}
     means = {name: np.array([part.mean() for part in each]) for name, each in parts.items()}
-    return means | {SPEED: means[SPEED] / means[STEP]}
+    return means | {name: means[name] / means[STEP] for name in means if name == SPEED}
 
 
 def _sentence(changes: Mapping[str, Change], a: Analysis, b: Analysis) -> str:
@@ -114,7 +115,7 @@ def _sentence(changes: Mapping[str, Change], a: Analysis, b: Analysis) -> str:
 def _faster(change: Change, unit: str) -> str:
     before, after, is_noise = change
     fast, slow = ("B", "A") if (before > after) == (unit != SPEED) else ("A", "B")
-    text = f"{fast} is {max(before, after) / min(before, after):.2f} times as fast as {slow}"
+    text = f"{fast} is {max(before, after) / max(min(before, after), 1e-9):.2f} times as fast as {slow}"
     text = "No difference beyond noise" if is_noise else text
     return f"{text}: {number(before)} -> {number(after)} {unit}."
 

@@ -174,8 +174,8 @@ def slow_stretches(timing: Steps, critical: Critical, run_info: RunInfo) -> Iter
     stretches = np.flatnonzero(np.diff(is_slow, prepend=False, append=False)).reshape(-1, 2)
     for first, last in sorted(stretches, key=lambda each: -(path[slice(*each)] - others).sum())[:_MOST_TOLD]:
         middle = (path[first:last].sum(1).mean() + others.sum()) / 2
-        inside = np.flatnonzero(path[first:last].sum(1) > middle)  # blocks at the edges are slow in part
-        begin, end = first + inside[0], first + inside[-1] + 1
+        inside = first + np.flatnonzero(path[first:last].sum(1) > middle)  # blocks at the edges are slow in part
+        begin, end = (inside[0], inside[-1] + 1) if len(inside) else (first, last)
         longer = path[begin:end].mean(0) - others
         whole = float(longer.sum())
         if last - first < 2 * _BLOCK or whole * (end - begin) < _NOTICEABLE * path.sum():
