@@ -165,7 +165,7 @@ def _parser_of_run(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     add("--trace", metavar="DIR", help=trace)
     elastic.add_options(run, where, arguments)
     horovodrun.add_options(run, arguments)
-    horovodrun.ignore(run, ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--master-addr", "--master-port"))
+    horovodrun.ignore(run, "--rdzv-backend= --rdzv-endpoint= --rdzv-id= --master-addr= --master-port=")
     add("script", nargs="?", metavar="SCRIPT", help="the Python script, or a folder with a __main__.py")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the script")
     return run

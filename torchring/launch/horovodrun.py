@@ -16,31 +16,24 @@ import sys
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from torchring.launch.arguments import number, whole
 
 _STARTUP: Final = Path(__file__).parent.parent / "horovod" / "startup"  # see horovod/aliases.py
 _MIB: Final = 2**20
 SOCKETS: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# Options without a meaning here: those that take no value, and those that take one.
-_IGNORED_SWITCHES: Final = """--verbose --mpi --disable-cache --jsrun
-    --hierarchical-allreduce --no-hierarchical-allreduce
+# Options without a meaning here; those with a value end with "=".
+_IGNORED: Final = """--verbose --mpi --disable-cache --jsrun --hierarchical-allreduce --no-hierarchical-allreduce
     --hierarchical-allgather --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune
     --mpi-threads-disable --no-mpi-threads-disable --tcp --log-with-timestamp --log-without-timestamp -prefix-timestamp
-    --prefix-output-with-timestamp"""
-_IGNORED_SETTINGS: Final = """--start-timeout --cache-capacity --autotune-log-file --autotune-warmup-samples
-    --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --mpi-args
-    --binding-args --num-nccl-streams --thread-affinity --reset-limit"""
+    --prefix-output-with-timestamp --start-timeout= --cache-capacity= --autotune-log-file= --autotune-warmup-samples=
+    --autotune-steps-per-sample= --autotune-bayes-opt-max-samples= --autotune-gaussian-process-noise= --mpi-args=
+    --binding-args= --num-nccl-streams= --thread-affinity= --reset-limit="""
 # Names of horovodrun for options of `torchring run`.
-_NAMES: Final = {
-    "-hostfile": "--hostfile",
-    "--output-filename": "--log-dir",
-    "--min-num-proc": "--min-np",
-    "--max-num-proc": "--max-np",
-    "--host-discovery-script": "--discover",
-    "--slots-per-host": "--slots",
-}
+_NAMES: Final = {"-hostfile": "--hostfile", "--output-filename": "--log-dir", "--min-num-proc": "--min-np",
+                 "--max-num-proc": "--max-np", "--host-discovery-script": "--discover",
+                 "--slots-per-host": "--slots"}  # fmt: skip
 
 
 def _timeline(text: str) -> str:
@@ -101,22 +94,23 @@ def add_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> No
         add(name, dest="settings", type=setting, action="append", metavar=name.rpartition("-")[2].upper())
     for name, values in _SWITCHES.items():
         add(name, dest="settings", const=values, action="append_const")
-    ignore(parser, _IGNORED_SETTINGS.split())
-    for name in _IGNORED_SWITCHES.split():
-        add(name, dest="ignored", const=name, action="append_const", help=argparse.SUPPRESS)
+    ignore(parser, _IGNORED)
 
 
-def ignore(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Add options with a value that has no meaning here."""
-    for name in names:  # their name in place of their value
-        its_name = functools.partial(lambda name, _: name, name)
-        parser.add_argument(name, dest="ignored", type=its_name, action="append", help=argparse.SUPPRESS)
+def ignore(parser: argparse.ArgumentParser, names: str) -> None:
+    """Add options that have no meaning here. `names`: as in `_IGNORED`."""
+    for word in names.split():  # their name in place of their value
+        name = word.rstrip("=")
+        how: Any = {"action": "append_const", "const": name}
+        if name != word:
+            how = {"action": "append", "type": functools.partial(lambda name, _: name, name)}
+        parser.add_argument(name, dest="ignored", help=argparse.SUPPRESS, **how)
 
 
 def is_name(word: str) -> bool:
     """Return True for an option that is known with --horovod only."""
     name = word[:2] + word[2:].replace("_", "-")
-    return name in {*_NAMES, *_SETTINGS, *_SWITCHES, *_IGNORED_SWITCHES.split(), *_IGNORED_SETTINGS.split()}
+    return name in {*_NAMES, *_SETTINGS, *_SWITCHES, *_IGNORED.replace("=", "").split()}
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, str]:
