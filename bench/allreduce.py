@@ -43,7 +43,7 @@ import torchring.horovod as hvd
 from torchring.allreduce.select import Algorithm, open_all_reduce
 from torchring.bench import measure, turns
 from torchring.bench.measure import Spread, Turn, stopped_by_signals
-from torchring.bench.options import parse
+from torchring.bench.options import parser
 from torchring.default_world import default_world
 
 OURS = ("direct", "native", "tensor", "torchring.horovod", "gloo", "copy")
@@ -55,7 +55,7 @@ CALLS_IF_SMALL = 20
 
 
 def main() -> int:
-    options = parse("allreduce")
+    options = parser("allreduce").parse_args()
     if options.worker:
         torch.set_num_threads(1)
         turns.serve(options.worker, prepare)

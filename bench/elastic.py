@@ -37,7 +37,7 @@ from typing import Any, Final
 from torchring.bench import measure
 from torchring.bench.elastic_worker import Line, train
 from torchring.bench.measure import Spread
-from torchring.bench.options import parse
+from torchring.bench.options import parser
 from torchring.launch.jobs import OWN_IMPORTS
 from torchring.linux import open_process
 
@@ -48,7 +48,7 @@ _PATIENCE_SECONDS: Final = 120.0
 
 
 def main() -> int:
-    options = parse("elastic")
+    options = parser("elastic").parse_args()
     if options.worker:
         train(Path(options.worker), options.model)
         return 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchring.bench import measure
 from torchring.bench.measure import Spread
-from torchring.bench.options import parse
+from torchring.bench.options import parser
 
 Row = dict[str, Any]
 
@@ -37,7 +37,7 @@ RUNS = (
 
 
 def main() -> int:
-    options = parse("figures")
+    options = parser("figures").parse_args()
     for run in () if options.only_print else RUNS:
         name, *arguments = run.split()
         command = [sys.executable, str(BENCH / f"{name}.py"), *arguments]

@@ -45,7 +45,7 @@ from torchring.bench import measure, netns, step
 from torchring.bench.measure import Spread, Turn
 from torchring.bench.models import MODELS
 from torchring.bench.netns import Network
-from torchring.bench.options import parse
+from torchring.bench.options import parser
 from torchring.bench.step import Trainer
 from torchring.gradients.plan import Compression
 
@@ -75,7 +75,7 @@ class Layout:
 
 
 def main() -> int:
-    options = parse("network")
+    options = parser("network").parse_args()
     if options.worker is not None:
         return work(options)
     if (reason := netns.why_unavailable()) is not None:

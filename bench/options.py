@@ -45,7 +45,7 @@ _ROWS: Final = [
     _option("--json", type=writable, metavar="FILE", help="append the rows to this file, as JSON lines"),
     _option("--worker", help=argparse.SUPPRESS),
 ]
-_OPTIONS: Final = {
+OPTIONS: Final = {
     "allreduce": [
         *_ROWS,
         _option("--ranks", type=_SEVERAL, nargs="+", default=[2, 4], help="one table for each number"),
@@ -98,21 +98,12 @@ _OPTIONS: Final = {
 }
 
 
-def parser(name: str) -> argparse.ArgumentParser | None:
-    """The parser of a benchmark, which `torchring bench` runs as a script. None for one that parses by itself."""
-    if name not in _OPTIONS:
-        return None
+def parser(name: str) -> argparse.ArgumentParser:
+    """The parser of a benchmark, which `torchring bench` runs as a script."""
     file = _HERE / f"{name}.py"
     text = ast.get_docstring(ast.parse((file if file.exists() else _HERE / name / "__main__.py").read_text()))
     how = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=f"torchring bench {name}", description=text, formatter_class=how)
-    for option, keywords in _OPTIONS[name]:
+    for option, keywords in OPTIONS[name]:
         parser.add_argument(option, **keywords)
     return parser
-
-
-def parse(name: str) -> argparse.Namespace:
-    """The options that this process was started with."""
-    found = parser(name)
-    assert found is not None
-    return found.parse_args()

@@ -39,7 +39,7 @@ from torchring.bench import measure, step, turns
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS, Block
 from torchring.bench.netns import Network
-from torchring.bench.options import parse
+from torchring.bench.options import parser
 from torchring.participants.heap import keep_freed
 
 Make = Callable[..., Optimizer]
@@ -100,7 +100,7 @@ def build(rival: str, model: torch.nn.Module, kind: str) -> step.Trainer:
 
 
 def main() -> int:
-    options = parse("sharding")
+    options = parser("sharding").parse_args()
     if options.worker is not None:
         torch.set_num_threads(1)
         torchring.init(process_group=True)

@@ -39,7 +39,7 @@ import torchring.horovod as api
 from torchring.bench import measure, turns
 from torchring.bench.measure import Spread, stopped_by_signals
 from torchring.bench.models import MODELS, Batch, Workload
-from torchring.bench.options import parse
+from torchring.bench.options import parser
 from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
 
@@ -67,7 +67,7 @@ Wrap = Callable[..., Trainer]
 
 
 def main() -> int:
-    options = parse("step")
+    options = parser("step").parse_args()
     if options.worker:
         torch.set_num_threads(1)
         torchring.init()

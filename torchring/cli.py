@@ -269,8 +269,9 @@ def _bench(arguments: Sequence[str]) -> int:
     if options.name is None:
         bench.print_help()
         return 0
-    if parser := importlib.import_module("torchring.bench.options").parser(options.name):
-        parser.parse_args(options.arguments)  # torch is imported by the benchmark, which takes seconds
+    command_lines = importlib.import_module("torchring.bench.options")
+    if options.name in command_lines.OPTIONS:  # before torch is imported, which takes seconds
+        command_lines.parser(options.name).parse_args(options.arguments)
     require_packages()
     sys.stdout.flush()
     try:

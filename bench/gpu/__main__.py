@@ -24,7 +24,7 @@ import torchring
 from torchring.bench import measure
 from torchring.bench.gpu.allreduce import RIVALS, all_reduces
 from torchring.bench.gpu.timing import Row, measured, text_of
-from torchring.bench.options import parse
+from torchring.bench.options import parser
 from torchring.devices.symmetric_memory import OVERLAPPING_DEVICES
 
 _SECONDS: Final = 45
@@ -33,7 +33,7 @@ _PEER_SECONDS: Final = 20.0  # how long a rank waits for another rank
 
 
 def main() -> int:
-    options = parse("gpu")
+    options = parser("gpu").parse_args()
     if options.worker:
         return work(options.worker, options.json)
     if not torch.cuda.is_available():

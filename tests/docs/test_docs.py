@@ -168,8 +168,8 @@ class Commands:
             with pytest.raises(SystemExit, match=r"^0$"):
                 cli.main(arguments)
         elif arguments[0] == "bench":
-            if parser := options.parser(arguments[1]):
-                parser.parse_args(arguments[2:])
+            if arguments[1] in options.OPTIONS:
+                options.parser(arguments[1]).parse_args(arguments[2:])
         else:
             count = len(self.started)
             assert cli.main(arguments) == 0
