@@ -55,10 +55,8 @@ def main() -> None:
     index, count = mesh["pp"].get_local_rank(), mesh["pp"].size()
     first, last = (len(model) * i // count for i in (index, index + 1))
     part = model[first:last]
-    stage = PipelineStage(
-        part, index, count, torch.device("cpu"), group=mesh["pp"].get_group()
-    )  # fmt: skip
-    num = args.micro_batches
+    group, num = mesh["pp"].get_group(), args.micro_batches
+    stage = PipelineStage(part, index, count, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(stage, num, loss_fn=cross_entropy)
     optimizer = torch.optim.AdamW(part.parameters(), lr=args.lr)
     # Each micro-batch has a backward. The last one reduces gradients.
