@@ -21,8 +21,6 @@ Every result is checked. A turn is 4 steps, of which the first does not count. U
 and counts with their mean. Above, a step is one call.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

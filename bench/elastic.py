@@ -12,8 +12,6 @@ Workers write the time of each finished step to files, and all times are from th
 each step, and after each change all of their parameters.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -4,8 +4,6 @@ Every worker has a file of its own, PID.log, to which it appends a line of JSON 
 a killed worker leaves whole lines. The process that kills workers reads these files, and measures by them alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -6,8 +6,6 @@
 Rows are appended to the files in `--results`, and the table is made from these.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

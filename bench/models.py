@@ -1,7 +1,5 @@
 """The models that the step benchmarks train, with their batches and losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -22,8 +22,6 @@ changes them by at most 0.4 % per rank and hop, and the bound is 2 %. For ddp th
 distance of a rival that reduces nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

@@ -16,8 +16,6 @@ Optimizers: AdamW as it is by default on the CPU (a for-loop), with fused=True, 
 beside AdamW for the rest. At the end, on one host, shard must have the weights of torchring, bit by bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

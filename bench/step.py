@@ -18,8 +18,6 @@ Rivals, at their best settings:
 At the end all rivals must have the same weights, to within rounding. "alone" must have other weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import sys

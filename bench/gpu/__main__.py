@@ -10,8 +10,6 @@ about NVLink. The row of a measurement that fails has a "problem".
 `python -m qa.gpu.check` has the figures of one GPU: kernels, the host's time, steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import sys

@@ -1,7 +1,5 @@
 """All-reduce by size, for `torchring bench gpu`."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator

@@ -14,8 +14,6 @@ the latency would be 10.7 us. So the link limits two_shot, and with 64 KiB under
 with a latency above 3 us wait for bytes.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torchring.kernels.signals import MAX_BLOCKS

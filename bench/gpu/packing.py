@@ -1,7 +1,5 @@
 """Packing and unpacking as a share of the rate of a copy, which reads and writes as many bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Final

@@ -1,7 +1,5 @@
 """How the benchmarks of a GPU time work, and the rows that they give."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A section of `torchring bench gpu`: what torchring adds to a training step of one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Rivals: no hooks; torchring's hooks, which count, pack, and set `.grad` to views
 to autograd, so that backward does little except run hooks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

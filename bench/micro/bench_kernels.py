@@ -5,8 +5,6 @@ training, gradients are scaled while they are packed into a bf16 wire, but not w
 All rivals have to agree bit for bit.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
