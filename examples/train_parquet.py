@@ -108,8 +108,9 @@ def main() -> None:
             raise RuntimeError(f"rows {(used != 1).nonzero().flatten().tolist()} of epoch {epoch} were not used once")
         used.zero_()
         means = metrics.compute()
-        if is_first:
+        if is_first and means:  # none if this start went on at the end of an epoch
             print(f"epoch {epoch}: loss {means['loss']:.3f}, accuracy {means['accuracy']:.1%} in training", flush=True)
+        if is_first:
             print(f"each of {num_rows} rows was used once", flush=True)
     if is_first:
         torch.save(model.state_dict(), args.model)

@@ -377,6 +377,7 @@ PAIRS: Final[dict[str, tuple[Job, Job]]] = {
     "twice the batch": (_NOTHING, partial(simulate, **{**BASE, "num_samples": 32, "backward_ms": 30})),
     "other programs": (JOBS["20 ms slower, for want of a core"], _slower(0, 0)),
     "unknown samples": (_NOTHING, partial(simulate, **{**BASE, "num_samples": 0})),
+    "slow for a while": (_NOTHING, partial(simulate, **{**BASE, "forward_ms": lambda step, _: 12 + 30 * (step < 60)})),
     "few steps": (_NOTHING, JOBS["nine steps"]),
 }
 # Of these, all that is printed; of the others, the verdict, what is strange, and what is advised.

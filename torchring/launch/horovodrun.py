@@ -31,9 +31,8 @@ _IGNORED: Final = """--verbose --mpi --disable-cache --jsrun --hierarchical-allr
     --autotune-steps-per-sample= --autotune-bayes-opt-max-samples= --autotune-gaussian-process-noise= --mpi-args=
     --binding-args= --num-nccl-streams= --thread-affinity= --reset-limit="""
 # Names of horovodrun for options of `torchring run`.
-_NAMES: Final = {"-hostfile": "--hostfile", "--output-filename": "--log-dir", "--min-num-proc": "--min-np",
-                 "--max-num-proc": "--max-np", "--host-discovery-script": "--discover",
-                 "--slots-per-host": "--slots"}  # fmt: skip
+_NAMES: Final = {"--output-filename": "--log-dir", "--min-num-proc": "--min-np", "--max-num-proc": "--max-np",
+                 "--host-discovery-script": "--discover", "--slots-per-host": "--slots"}  # fmt: skip
 
 
 def _timeline(text: str) -> str:

@@ -86,9 +86,9 @@ class TraceWriter:
             self.write(recorder, ended_by)
 
     def _tick(self) -> None:
+        self._num_ticks += 1
         for recorder in list(_recorders):
             recorder.sample()
-        self._num_ticks += 1
         if self._num_ticks % _LAST_SAMPLES == 0:
             self._write_last()
 

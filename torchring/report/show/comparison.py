@@ -20,6 +20,7 @@ from torchring.report.show.sections import Section
 from torchring.report.show.terminal import lines_of, text_of
 from torchring.report.verdict.costs import TELLING
 from torchring.report.verdict.findings import Analysis
+from torchring.report.verdict.pauses import slow_stretches
 from torchring.report.words import NAMES, number
 
 _NUM_PARTS: Final = 10
@@ -62,7 +63,15 @@ def beside(a: Analysis, b: Analysis) -> str:
         Section("advice", "Advice", tuple(advice)),
     ]
     texts = (text_of(section) for section in sections if section.rows or section.sentences)
-    return "\n\n".join(["\n".join(lines_of(_sentence(changes, a, b))), *texts]) + "\n"
+    slow = [
+        f"{name}: {text}"
+        for name, run in (("A", a), ("B", b))
+        for text in slow_stretches(run.timing, run.critical, run.run_info)
+    ]
+    sentence = _sentence(changes, a, b)
+    if slow:  # the median of the parts may not show them
+        sentence = sentence.replace("No difference beyond noise", "The runs differ in a part of their steps")
+    return "\n\n".join(["\n".join(lines_of(" ".join([sentence, *slow]))), *texts]) + "\n"
 
 
 def compare(a: Analysis, b: Analysis) -> dict[str, Change]:

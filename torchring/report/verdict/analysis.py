@@ -49,6 +49,9 @@ def analyse(job: Job, given: Network | None = None) -> Analysis:
         of_part = dataclasses.replace(timing, counts=np.isin(np.arange(len(timing.counts)), part))
         if of_part.reduces.any():
             predictions.append(model_of(job, of_part, critical, given, costs.blamed).predictions)
+    note = _note(model, run_info, given is not None, slow)
+    if job.size == 1:
+        note = "Nothing is predicted from a rank that trains alone: it reduces nothing."
     analysis = Analysis(
         job=job,
         timing=timing,
@@ -71,7 +74,7 @@ def analyse(job: Job, given: Network | None = None) -> Analysis:
         late_parameters=of_buckets.late_parameters(job, buckets, backward_ms, typical(reducing_path.sum(1))),
         model=model,
         predictions=tuple(zip(*filter(None, predictions), strict=True)),
-        predictions_note=_note(model, run_info, given is not None, slow) if any(predictions) else "",
+        predictions_note=note if any(predictions) or given else "",
     )
     verdict = judge(analysis)
     if job.ended_badly:
