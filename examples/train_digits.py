@@ -62,7 +62,7 @@ def compare(file: Path, size: int, rate: float, accuracy: float, core: float) ->
     same = "the same accuracy" if accuracy == old_accuracy else f"accuracy {accuracy:.2%} beside {old_accuracy:.2%}"
     print(f"{size} processes: {rate / old_rate:.1f} times the images per second of {old_size}, {same}")
     if min(core, old_core) < 0.9:
-        print(f"cores were short: a process had {core:.0%} of one here, and {old_core:.0%} in the run before")
+        print("This says little, as other programs used the cores meanwhile: run it again on an idle machine")
 
 
 def main() -> int:
