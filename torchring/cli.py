@@ -156,7 +156,7 @@ def _parser_of_run(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     add("--env", type=setting, action="append", default=[], metavar="NAME[=VALUE]", help=env)
     add("--launcher", choices=LAUNCHERS, default="auto", help="what starts them; chosen by default")
     port = whole("a TCP port, 1 to 65535", 1, 65535)
-    add("-p", "--ssh-port", type=port, metavar="PORT", help="of ssh on other hosts")
+    add("-p", "--ssh-port", type=port, metavar="PORT", help="port of ssh on the hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
     bind = "where each process runs: on physical cores of its own (the default, where there are enough), or a NUMA node"
     add("--bind", choices=placement.MODES, help=bind)
@@ -222,7 +222,7 @@ def _empty_trace(folder: str) -> str:
         for file in path.glob("rank-*.npz"):
             file.unlink()
     except OSError as error:
-        raise LaunchError(f"--trace {folder}: {error.strerror}; take one that you can write to") from error
+        raise LaunchError(f"--trace {folder}: {error.strerror}; take a folder you can write to") from error
     return str(path)
 
 
@@ -286,8 +286,8 @@ def _bench(arguments: Sequence[str]) -> int:
 _COMMANDS: Final[dict[str, tuple[_Command, Callable[[], argparse.ArgumentParser], str]]] = {
     "run": (_run_command, _parser_of_run, "start a script on N processes, of this host or of several"),
     "doctor": (*_of_module("torchring.doctor", _run_command), "say what this host offers, and what is wrong"),
-    "report": (*_of_module("torchring.report.command"), "say what bounds a job, from its trace"),
-    "top": (*_of_module("torchring.report.show.top"), "show how a job goes that is being traced"),
+    "report": (*_of_module("torchring.report.command"), "say what slows a traced job down, and what would help"),
+    "top": (*_of_module("torchring.report.show.top"), "watch a job that is being traced"),
     "manifest": (*_of_module("torchring.manifest.manifest"), "write what starts a job on Slurm or Kubernetes"),
     "bench": (_bench, _parser_of_bench, "run a benchmark"),
 }

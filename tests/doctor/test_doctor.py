@@ -140,6 +140,12 @@ def test_what_is_bad_is_found_and_nothing_else() -> None:
     assert {name: summary(name) for name in REPORTS} == golden(GOLDEN)
 
 
+def test_the_reader_may_end_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "take_part", lambda *_, **__: REPORTS["a problem"])
+    monkeypatch.setattr("torchring.doctor.report.show", mock.Mock(side_effect=BrokenPipeError))
+    assert doctor.main([]) == 1
+
+
 def test_an_image_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)

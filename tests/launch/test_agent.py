@@ -274,7 +274,7 @@ def test_a_folder_for_logs_that_cannot_be_made_is_named_with_its_option(
     assert run_here("", log_dir=str(tmp_path / "file" / "logs")) == 2
     assert (
         capfd.readouterr().err
-        == f"torchring run: --log-dir {tmp_path}/file/logs: Not a directory; take one that you can write to\n"
+        == f"torchring run: --log-dir {tmp_path}/file/logs: Not a directory; take a folder you can write to\n"
     )
 
 

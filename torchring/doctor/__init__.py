@@ -13,6 +13,7 @@ lines of the text report, each with level, topic and text.
 """
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import os
@@ -104,9 +105,10 @@ def _take_part(launch: LaunchEnvironment, options: argparse.Namespace) -> int:
             time.sleep(_REPORT_SECONDS)
             print(f"torchring doctor: rank {launch.rank}: {report.problem}", file=sys.stderr)
         return int(bool(report.problem))
-    if options.json:
-        found = {"verdict": verdict(findings), "findings": [vars(finding) for finding in findings], **asdict(report)}
-        print(json.dumps(found, indent=1), flush=True)
-    else:
-        show(report, findings)
+    with contextlib.suppress(BrokenPipeError):  # as in `torchring doctor | head`
+        if options.json:
+            found = {"verdict": verdict(findings), "findings": [*map(vars, findings)], **asdict(report)}
+            print(json.dumps(found, indent=1), flush=True)
+        else:
+            show(report, findings)
     return 1 if verdict(findings) == "wrong" else 0

@@ -117,7 +117,8 @@ def show(report: Report, findings: Sequence[Finding]) -> None:
     _table(("path", "1 KiB", "bandwidth"), paths)
     _table(("auto picks", "because"), [(report.algorithm, report.reason)] if report.algorithm else [])
     wrong, warnings = (sum(finding.level == level for finding in findings) for level in ("wrong", "warning"))
-    print(f"{wrong} wrong, {warnings} warnings" if wrong or warnings else "All is well.", flush=True)
+    counts = f"{wrong} error{'s' * (wrong != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    print(counts if wrong or warnings else "All is well.", flush=True)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

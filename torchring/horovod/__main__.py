@@ -21,7 +21,7 @@ def main(original: Sequence[str], arguments: Sequence[str]) -> int:
     nothing to run.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__, file=sys.stdout if arguments else sys.stderr)
+        print(__doc__, end="", file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     *options, module = original[1 : len(original) - len(arguments)]
     flag = options.pop() if module == _NAME else module.removesuffix(_NAME)  # -m, or -Xm, or -mNAME

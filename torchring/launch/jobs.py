@@ -143,4 +143,4 @@ def open_output(options: OutputOptions, log_name: str = "rank{}.log") -> Output:
     try:
         return Output(options, log_name=log_name)
     except OSError as error:
-        raise LaunchError(f"--log-dir {options.log_dir}: {error.strerror}; take one that you can write to") from error
+        raise LaunchError(f"--log-dir {options.log_dir}: {error.strerror}; take a folder you can write to") from error

@@ -71,7 +71,7 @@ def _report(analysis: Analysis, number: int, options: argparse.Namespace) -> int
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="torchring report",
-        description="Say what bounds a job, by how much, and what would help, from the trace that "
+        description="Say what slows a job down, by how much, and what would help, from the trace that "
         "`torchring run --trace DIR` has written. With two folders: what changed from the first run to the second.",
         epilog="Exit code: 0 if there is a report or a comparison, 1 if nothing could be read or a file could not be "
         "written, 2 for a usage error, and if --html asks for a page and jinja2 is missing.",

@@ -43,7 +43,8 @@ def load(folder: Path) -> list[Job]:
     except FileNotFoundError as error:
         raise TraceError(f"there is no folder {folder}. A trace is a folder; {how}") from error
     except OSError as error:
-        raise TraceError(f"cannot read {folder}: {error.strerror}. `torchring run --trace` writes a trace") from error
+        what = f"cannot read {folder}: {error.strerror}"
+        raise TraceError(f"{what}. A trace is a folder; `torchring run --trace DIR ...` writes one") from error
     if not paths:
         raise TraceError(
             f"{folder} has no trace: no file is named like rank-00000.npz. {how}, if the script calls torchring.wrap() "

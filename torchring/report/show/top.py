@@ -36,12 +36,13 @@ class Picture:
 
 def main(arguments: Sequence[str]) -> int:
     """`arguments` are those behind "top". Returns the exit code; raises SystemExit(2) for a usage error."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     folder = options.folder
     may_come = (options.once or sys.stdout.isatty()) and not folder.exists()
     if not folder.is_dir() and not may_come:
-        parser.error(f"there is no folder {str(folder)!r}; `torchring run --trace DIR ...` writes a trace")
+        how = "A trace is a folder; `torchring run --trace DIR ...` writes one"
+        print(f"torchring top: there is no folder {folder}. {how}", file=sys.stderr)
+        return 1
     try:
         if options.once:
             picture = look(folder)
@@ -56,10 +57,10 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="torchring top",
-        description="Show how a job goes that `torchring run --trace DIR` has started: steps and samples a second, "
+        description="Watch a job that `torchring run --trace DIR` has started: steps and samples a second, "
         "where the time goes, and who waits for whom, over the last 50 steps.",
-        epilog="Exit code: 0 when the job has ended, 130 after Ctrl-C; with --once, 1 if there is nothing to be read.\n"
-        "\nexample:\n  torchring run -np 4 --trace trace train.py     in one terminal\n"
+        epilog="Exit code: 0 when the job has ended, 1 if nothing could be read, 2 for a usage error, 130 after Ctrl-C."
+        "\n\nexample:\n  torchring run -np 4 --trace trace train.py     in one terminal\n"
         "  torchring top trace                            in another one",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the trace")
