@@ -16,14 +16,16 @@ from torchring.memory.host import bytes_of, tensor_of
 BATCH_BYTES: Final = 8 << 20
 
 
-def broadcast_together(collectives: Collectives, tensors: Iterable[torch.Tensor], src: int) -> None:
-    """Broadcast many tensors, in messages of some MiB."""
+def broadcast_together(
+    collectives: Collectives, tensors: Iterable[torch.Tensor], src: int, what: str = "broadcast"
+) -> None:
+    """Broadcast many tensors, in messages of some MiB. Warnings and errors call it `what`."""
     tensors = list(tensors)
     for checked in tensors:
         check_dense(checked)
         check_writable(checked)
     is_src = collectives.world.rank == src
-    collectives.run("broadcast", partial(broadcast_batches, tensors=tensors, src=src, is_src=is_src))
+    collectives.run(what, partial(broadcast_batches, tensors=tensors, src=src, is_src=is_src))
 
 
 def broadcast_bytes(collectives: Collectives, data: bytes | None, src: int) -> bytes:

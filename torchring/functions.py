@@ -30,7 +30,7 @@ from torchring.accelerators import accelerator_of
 from torchring.broadcasts import broadcast_bytes, check_dense, check_writable
 from torchring.collectives import operations
 from torchring.collectives.operations import Backend
-from torchring.collectives.service import SHUT_DOWN, collectives_of
+from torchring.collectives.service import CALLED, SHUT_DOWN, Collectives, collectives_of
 from torchring.collectives.signature import ELEMENTWISE_OPS, ElementwiseOp, signature_of
 from torchring.default_world import world_of
 from torchring.dynamo import run_eagerly
@@ -268,7 +268,7 @@ def barrier(*, group: Group | None = None) -> None:
 
     Raises PlanMismatchError, PeerLostError and PeerTimeoutError.
     """
-    collectives_of(world_of(group)).barrier()
+    _opened("barrier", world_of(group)).barrier()
 
 
 def broadcast_object(obj: _T | None, src: int = 0, *, group: Group | None = None) -> _T:
@@ -277,7 +277,7 @@ def broadcast_object(obj: _T | None, src: int = 0, *, group: Group | None = None
     The bytes of rank `src` are unpickled, which can run code of its choosing: ranks trust each other.
     """
     world = _world_with(src, group)
-    data = broadcast_bytes(collectives_of(world), pickle.dumps(obj) if world.rank == src else None, src)
+    data = broadcast_bytes(_opened("broadcast_object", world), pickle.dumps(obj) if world.rank == src else None, src)
     return cast(_T, obj if world.rank == src else pickle.loads(data))
 
 
@@ -287,7 +287,7 @@ def all_gather_object(obj: _T, *, group: Group | None = None) -> list[_T]:
     Their bytes are unpickled, which can run code that the sender chooses: ranks trust each other.
     """
     world = world_of(group)
-    parts = collectives_of(world).all_gather_bytes(pickle.dumps(obj))
+    parts = _opened("all_gather_object", world).all_gather_bytes(pickle.dumps(obj))
     return [obj if rank == world.rank else pickle.loads(part) for rank, part in enumerate(parts)]
 
 
@@ -301,7 +301,7 @@ def _dispatch(
     *arguments: Any,
 ) -> torch.Tensor | Work:
     """Run `operation(backend, *arguments)` on `tensor`, now or on the background thread."""
-    collectives, aside = collectives_of(world), None
+    collectives, aside = _opened(what, world), None
     if (accelerator := accelerator_of(tensor.device)) is not None:
         devices = room("device collectives")
         aside, of_script = devices.Aside(accelerator, [tensor]), world.shared(devices.of_script)
@@ -311,6 +311,15 @@ def _dispatch(
     if async_op:
         return Work(collectives.start(what, operation, *arguments), aside)
     return collectives.run(what, operation, *arguments)
+
+
+def _opened(what: str, world: World) -> Collectives:
+    """The collectives for `what`, which the error names if another rank's script has ended without them."""
+    try:
+        return collectives_of(world)
+    except PeerLostError as error:
+        error.message = error.message.replace(world.advice, CALLED.format(what))
+        raise
 
 
 def _world_with(src: int, group: Group | None) -> World:

@@ -59,7 +59,7 @@ def _broadcast(world: World, tensors: Mapping[str, torch.Tensor], src: int) -> N
     collectives = collectives_of(world)
     kinds = (f"{name} {tuple(t.shape)} {t.dtype}{getattr(t, 'place', '')}" for name, t in tensors.items())
     collectives.check_equal([f"tensor {i}: {kind}" for i, kind in enumerate(kinds)])
-    broadcast_together(collectives, tensors.values(), src)
+    broadcast_together(collectives, tensors.values(), src, "broadcast_parameters")
 
 
 def copy_from(world: World, src: int, tensors: Mapping[str, torch.Tensor], optimizer: Optimizer | None = None) -> None:

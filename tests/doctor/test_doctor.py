@@ -31,6 +31,7 @@ from torchring.bench.netns import INTERFACE, Network
 from torchring.doctor import checks, facts, rank, training
 from torchring.doctor.report import PathFacts, RankFacts, Report, StoreFacts, TrainingFacts, show, verdict
 from torchring.rendezvous.addresses import gloo_address
+from torchring.rendezvous.environment import JOB
 
 GOLDEN: Final = Path(__file__).parent / "golden.txt"
 VERSIONS = {"python": "3.12.1", "torchring": "0.1.0", "torch": "2.13.0", "triton": "3.4.0", "mpi4py": None}
@@ -228,6 +229,7 @@ def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def visit(number: int, _: int, trouble: str, *arguments: str) -> tuple[int, str, str]:
     """Its exit code, and what it printed. Measures small."""
+    os.environ[JOB] = "of torchring run"
     rank._SIZES, doctor._REPORT_SECONDS = {1 << 10: 2, 1 << 20: 2}, 0.0  # type: ignore[misc]
     real = facts.gather
     if number == 1 and trouble == "torch":
@@ -246,12 +248,12 @@ def test_ranks_of_a_launcher_make_one_report() -> None:
     assert (code, other[:2]) == (0, (0, ""))
     report = json.loads(text)
     assert set(report) == {"verdict", "findings", *vars(Report("none"))}
-    assert (report["launcher"], report["size"], report["hosts"]) == ("torchrun", 2, [[0, 1]])
+    assert (report["launcher"], report["size"], report["hosts"]) == ("torchring doctor", 2, [[0, 1]])
     assert report["verdict"] in ("ok", "warning")
     assert [item["rank"] for item in report["ranks"]] == [0, 1]
     assert [(path["kind"], path["ranks"]) for path in report["paths"]] == [("shared memory", [0, 1])]
     assert report["algorithm"] == "direct"
-    assert any("hosted by torchrun" in found["text"] for found in report["findings"])
+    assert any("hosted by torchring doctor;" in found["text"] for found in report["findings"])
 
 
 @pytest.mark.parametrize(

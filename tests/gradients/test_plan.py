@@ -224,7 +224,7 @@ def test_first_difference() -> None:
             "parameter 1: rank 0 has b (4,) float32; ranks 1, 3 have b (5,) float32; rank 2 has nothing",
         ),
     ):
-        assert first_difference(descriptions) == f"ranks disagree about {said}"
+        assert first_difference(descriptions) == f"ranks disagree about {said}; make it the same on all ranks"
     assert first_difference([base] * 3) == "ranks do not disagree"
 
 

@@ -85,7 +85,7 @@ _ALL = {**SRUN, **MPIRUN, **TORCHRUN, "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "4"
     ("environ", "complaint"),
     [
         ({"WORLD_SIZE": "2"}, r"(?=.*RANK)(?=.*MASTER_ADDR)(?=.*MASTER_PORT)"),  # all at once
-        ({"RANK": "1", **MASTER}, "WORLD_SIZE"),
+        ({"RANK": "1", **MASTER}, "WORLD_SIZE is not.*`torchring run -np N SCRIPT`, or unset RANK"),
         (MASTER, r"RANK and WORLD_SIZE are not.*TORCHRING_LAUNCHER=none"),
         ({"ACCELERATE_USE_CPU": "True", **MASTER}, "`accelerate launch --multi_gpu --num_processes 2`, which works on"),
         # Two processes that were both told so would each train alone: a silent wrong answer.

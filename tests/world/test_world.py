@@ -187,9 +187,10 @@ def test_ranks_that_train_alone_are_told_once(what: str, capsys: pytest.CaptureF
         assert f"torchring: {typed} started this process as one of 2, but" in output
 
 
+@pytest.mark.parametrize("before", [torchring.init, torchring.barrier])
 @ranks(2, run_ranks)
-def test_a_collective_of_one_rank_at_the_end_is_named(rank: int) -> None:
-    torchring.barrier()
+def test_a_collective_of_one_rank_at_the_end_is_named(before: Any, rank: int) -> None:
+    before()
     if rank == 0:
         with pytest.raises(PeerLostError) as caught:
             torchring.all_reduce(torch.ones(1))

@@ -20,6 +20,11 @@ from torchring.world import World
 _T = TypeVar("_T")
 _BARRIER: Final = Signature("barrier")
 SHUT_DOWN: Final = "torchring.shutdown() was called before this collective began"
+CALLED: Final = (  # instead of `World.advice`
+    ". Its own output says whether it failed. If it did not: this rank is in {}(), which every rank has to call "
+    "equally often. Is the call in an `if rank() == 0`, or in a loop over batches of which ranks have different "
+    "numbers?"
+)
 
 
 class Join:
@@ -108,12 +113,7 @@ class Collectives:
             with self._progress.operation(what):
                 return operation(self.opened(), *arguments)
         except PeerLostError as error:
-            called = (
-                f". Its own output says whether it failed. If it did not: this rank is in {what}(), which every rank "
-                "has to call equally often. Is the call in an `if rank() == 0`, or in a loop over batches of which "
-                "ranks have different numbers?"
-            )
-            error.message = error.message.replace(self.world.advice, called)
+            error.message = error.message.replace(self.world.advice, CALLED.format(what))
             raise
 
     def opened(self) -> Backend:

@@ -84,5 +84,5 @@ def first_difference(descriptions: Sequence[Sequence[str]]) -> str:
             ranks = [rank for rank, other in enumerate(said) if other == text]
             have = "has" if len(ranks) == 1 else "have"
             parts.append(f"{ranks_in_words(ranks)} {have} {text.split(': ', 1)[-1] or 'nothing'}")
-        return f"ranks disagree about {subject}: {'; '.join(parts)}"
+        return f"ranks disagree about {subject}: {'; '.join(parts)}; make it the same on all ranks"
     return "ranks do not disagree"

@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
@@ -49,6 +49,8 @@ def main(arguments: Sequence[str], run: Callable[[Sequence[str], Sequence[str]],
     except TopologyError as error:
         print(f"torchring doctor: {error}", file=sys.stderr)
         return 1
+    if JOB in os.environ and launch.launcher == "torchrun":  # whose variables `torchring run` sets
+        launch = replace(launch, launcher="torchring doctor" if run is None else "torchring run")
     if run is not None and launch.size == 1 and (others or (launch.launcher == "none" and JOB not in os.environ)):
         os.environ.pop(CHOICE, None)  # TORCHRING_LAUNCHER=none of the shell's would have each rank be alone
         own = ["--backend", options.backend, "--timeout", str(options.timeout), *(["--json"] if options.json else [])]

@@ -236,7 +236,7 @@ class BufferSync(Participant):
         kinds = [tensor is not None and _kind(tensor) for tensor in found]
         everywhere = [len({*of_ranks}) == 1 for of_ranks in zip(*collectives.all_gather_json(kinds), strict=True)]
         alike = [tensor for tensor, is_alike in zip(found, everywhere, strict=True) if tensor is not None and is_alike]
-        broadcast_together(collectives, alike, src)
+        broadcast_together(collectives, alike, src, "sync_buffers")
 
     def close(self) -> None:
         """Others of the same model go on."""
@@ -274,7 +274,7 @@ class BufferSync(Participant):
         if views[num:] and (src := present[0]) != 0:
             if self._world.rank == src:
                 _copy(views[num:], self._find()[0][num:])
-            broadcast_together(collectives, views[num:], src)
+            broadcast_together(collectives, views[num:], src, "sync_buffers")
 
     @torch.no_grad()
     def _unpack(self, views: list[torch.Tensor]) -> None:

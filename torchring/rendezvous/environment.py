@@ -108,7 +108,10 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     found = _found(environ)
     if not found:
         if "RANK" in environ and environ.get(CHOICE) != "none":
-            raise TopologyError("RANK is set but WORLD_SIZE is not; torchrun sets both")
+            raise TopologyError(
+                "RANK is set but WORLD_SIZE is not. Set both, start the script with `torchring run -np N SCRIPT`, or "
+                "unset RANK if this process is to train alone"
+            )
         if "MASTER_ADDR" in environ and environ.get(CHOICE) != "none":
             if "ACCELERATE_USE_CPU" in environ:
                 raise TopologyError(

@@ -19,6 +19,8 @@ from torchring.observer import Phase
 
 _PACKAGE: Final = f"{os.path.dirname(torchring.__file__)}{os.sep}"  # as code objects name it, links and all
 _TORCH: Final = f"{os.path.dirname(torch.__file__)}{os.sep}"
+# torch.no_grad() and the like as decorators add a frame
+_NO_SITES: Final = ("<", _PACKAGE, os.path.join(_TORCH, "utils", "_contextlib.py"))
 _PATHS: Final = sysconfig.get_paths()
 _LIBRARIES: Final = tuple(f"{folder}{os.sep}" for folder in {_PATHS["purelib"], _PATHS["platlib"]})
 _STANDARD: Final = tuple(f"{folder}{os.sep}" for folder in {_PATHS["stdlib"], _PATHS["platstdlib"]})
@@ -91,9 +93,9 @@ def _find(calls: Iterable[tuple[CodeType, int]]) -> tuple[Phase, str]:
 
 
 def _is_internal(code: CodeType) -> bool:
-    """Whether a function is of Python's library, or of torchring."""
+    """Whether a function is of Python's library, or of torchring, or a decorator of torch."""
     file = code.co_filename
-    if file.startswith("<") or file.startswith(_PACKAGE):
+    if file.startswith(_NO_SITES):
         return True
     return file.startswith(_STANDARD) and not _is_library(code)
 
