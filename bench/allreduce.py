@@ -1,22 +1,22 @@
 """All-reduce by size: torchring against Gloo, and against Open MPI and Horovod if installed, in one run.
 
-    torchring bench allreduce                      2 ranks, then 4, 1 KiB to 256 MiB
-    torchring bench allreduce --ranks 4 --sizes 1024 1048576 --json results.jsonl
+    torchring bench allreduce              2 ranks, then 4, 1 KiB to 256 MiB
+    torchring bench allreduce --ranks 4 --sizes 1024 1048576 --json rows.jsonl
 
 Rivals, each at its best settings on one machine:
-    direct     torchring's algorithm for gradient buckets: the buffer is already in shared memory, as in training
+    direct     torchring's algorithm for gradients: the buffer is shared memory
     tensor     torchring.all_reduce(op="sum") of an ordinary tensor
     torchring.horovod
-               torchring.horovod.allreduce_ of an ordinary tensor: ranks match their calls by name first
+               torchring.horovod.allreduce_ of an ordinary tensor, by name
     native     the engine's all-reduce, as between hosts, over loopback
-    gloo       torch.distributed.all_reduce, what DistributedDataParallel uses on CPUs
+    gloo       torch.distributed.all_reduce, what DDP uses on CPUs
     open mpi   Allreduce in place through mpi4py, buffer protocol
     horovod    hvd.allreduce_ in place over MPI, cycle time 0.1 ms
-    copy       not a rival: every rank copies a buffer of the same size, all at the same time. An all-reduce of S bytes
-               on two ranks reads S bytes and writes S bytes on each rank, as a copy does: the memory bus allows
-               little less time
-Open MPI and Horovod take part if they are installed, in processes of their own, which are stopped between their turns
-(see turns.py). A rival that fails, or takes longer than 90 s to start or for a turn, is left out from there on.
+    copy       not a rival: all ranks copy a buffer of that size at the same
+               time. Each reads and writes as many bytes as in an all-reduce on
+               two ranks: the memory bus allows little less time
+Open MPI and Horovod take part if they are installed, in processes of their own, which are stopped between their turns.
+A rival that fails, or takes longer than 90 s to start or for a turn, is left out from there on.
 Every result is checked. A turn is 4 steps, of which the first does not count. Up to 1 MiB a step is 20 calls in a row,
 and counts with their mean. Above, a step is one call.
 """

@@ -1,7 +1,7 @@
 """The table of figures in README.md: training steps on one machine and between machines. Runs what it needs.
 
-    torchring bench figures                   all benchmarks of the table, and of bench/README.md (as root)
-    torchring bench figures --only-print      the tables, from the rows of the last runs
+    torchring bench figures                  all benchmarks (as root)
+    torchring bench figures --only-print     tables from rows of the last runs
 
 Rows are appended to the files in `--results`, and the table is made from these.
 """

@@ -1,10 +1,10 @@
 """Training steps between hosts: torchring against DistributedDataParallel, over links of a given rate, in one run.
 
-    torchring bench network                              GPT; 1 and 10 Gbit/s; 2 hosts x 1 rank and 2 hosts x 2 ranks
-    torchring bench network --models gpt small --rates 25gbit --layouts 3x1 4x1 --rivals --json results.jsonl
+    torchring bench network     GPT; 1 and 10 Gbit/s; 2 hosts with 1 and 2 ranks
+    torchring bench network --rates 25gbit --layouts 3x1 4x1 --json rows.jsonl
 
-Network namespaces of this machine stand in for hosts (`netns.py`, which needs root and iproute2). The links between
-hosts have the given rate, but all ranks share the cores of one machine. Each rank has one thread. Rivals take turns,
+Network namespaces of this machine stand in for hosts, which needs root and iproute2. The links between hosts
+have the given rate, but all ranks share the cores of one machine. Each rank has one thread. Rivals take turns,
 each with its own copy of the model:
     torchring        torchring.wrap(optimizer, model)
     torchring bf16   the same with compression="bf16"

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import os
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,11 +100,10 @@ OPTIONS: Final = {
 
 
 def parser(name: str) -> argparse.ArgumentParser:
-    """The parser of a benchmark, which `torchring bench` runs as a script."""
+    """The parser of a benchmark, which `torchring bench` runs as a script. Joins the lines of each paragraph."""
     file = _HERE / f"{name}.py"
     text = ast.get_docstring(ast.parse((file if file.exists() else _HERE / name / "__main__.py").read_text()))
-    how = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog=f"torchring bench {name}", description=text, formatter_class=how)
+    parser = Parser(prog=f"torchring bench {name}", description=re.sub(r"(?m)^(\S.*)\n(?=\S)", r"\1 ", text or ""))
     for option, keywords in OPTIONS[name]:
         parser.add_argument(option, **keywords)
     return parser

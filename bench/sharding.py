@@ -1,11 +1,11 @@
 """Steps with a sharded optimizer: against plain torchring, DDP, DDP with ZeroRedundancyOptimizer and FSDP2, in one run.
 
-    torchring bench sharding                                 one host, 2 ranks with a thread each
-    torchring bench sharding --rates 10gbit 1gbit            two hosts (network namespaces), as root
+    torchring bench sharding                          one host, 2 ranks
+    torchring bench sharding --rates 10gbit 1gbit     two namespaces, as root
     torchring bench sharding --models gpt --optimizers muon
 
-Rivals take turns: on one host in processes of their own (see turns.py), on two in the same processes. Malloc keeps the
-memory of freed gradients, as torchring has it do, for all of them.
+Rivals take turns: on one host in processes of their own, on two in the same processes. Malloc keeps the memory of freed
+gradients, as torchring has it do, for all of them.
     shard      torchring.wrap(optimizer, model, shard=True)
     torchring  torchring.wrap(optimizer, model)
     ddp        DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo

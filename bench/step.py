@@ -1,18 +1,18 @@
 """Whole training steps: torchring against DistributedDataParallel, and Horovod where it is installed, in one run.
 
-    torchring bench step                           all models, 2 ranks, one thread each
+    torchring bench step                     all models, 2 ranks, a thread each
     torchring bench step --models mlp gpt --json results.jsonl
-    torchring bench step --models mlp gpt --ranks 4 --group 2      2 ranks have equal parts of layers: cut in two
+    torchring bench step --models mlp --ranks 4 --group 2    layers cut in two
 
-Rivals take turns (see turns.py). Each rival trains its own copy of the model in processes of its own, from the same
-weights and on the same batches. A step is zero_grad, forward, backward and step. "alone" trains without communication.
+Rivals take turns of 4 steps, of which the first does not count. Each rival trains its own copy of the model in
+processes of its own, from the same weights and on the same batches. A step is zero_grad, forward, backward and step.
 A rival's *overhead* is the median, over all repetitions, of the time of its step minus the time of a step of "alone".
 Rivals, at their best settings:
     torchring  torchring.wrap(optimizer, model)
     torchring.horovod
                torchring.horovod.DistributedOptimizer(optimizer)
     ddp        DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
-    horovod    hvd.DistributedOptimizer over MPI, cycle time 0.1 ms (if it can be imported)
+    horovod    hvd.DistributedOptimizer over MPI, cycle time 0.1 ms
     no group   with --group of all ranks: torchring without group=
     alone      no communication between ranks that have the same parts
 At the end all rivals must have the same weights, to within rounding. "alone" must have other weights.
