@@ -148,9 +148,7 @@ def _parser_of_run(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     add("--nnodes", type=_one_node, help=argparse.SUPPRESS)
     where = run.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts, and how many processes each takes")
-    where.add_argument(
-        "--hostfile", "-hostfile", metavar="FILE", help="the same, one `host slots=N` or `host:N` a line"
-    )
+    where.add_argument("--hostfile", "-hostfile", metavar="FILE", help="the same, `host slots=N` or `host:N` a line")
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     env = "for all processes; without =VALUE, as it is set here; may be repeated"
     add("--env", type=setting, action="append", default=[], metavar="NAME[=VALUE]", help=env)

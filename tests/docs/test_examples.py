@@ -40,18 +40,9 @@ class Run(NamedTuple):
 MESH = ("train_tensor_parallel.py", "train_pipeline.py", "train_experts.py", "train_fsdp.py")
 EXAMPLES = [
     Run(
-        "train_digits.py",
-        2,
-        "--epochs 1 --target 0 --compare runs.json",
-        r"^epoch  1 .* on 2 rank\(s\)\n.* included\n$",
+        "train_digits.py", 2, "--epochs 1 --target 0 --compare run.json", r"^epoch  1 .* on 2 rank\(s\)\n.* included\n$"
     ),
-    Run(
-        "train_digits.py",
-        1,
-        "--epochs 2 --target 2 --compare runs.json",
-        r"images per second of 2, .* reached 200%\n$",
-        1,
-    ),
+    Run("train_digits.py", 1, "--epochs 2 --target 2 --compare run.json", r"second of 2, .* reached 200%\n$", 1),
     Run("train_char_gpt.py", 2, "--steps 40", r"^step +0  loss [45]\..*\ntest loss [012]\.\d+\nthe model writes:\n"),
     Run("train_images.py", 2, "--epochs 1", r"^epoch 0: loss [12]\.\d+, test accuracy [2-9]\d\.\d+%\n$"),
     Run("train_images.py", 1, "--epochs 2 --resume", r"^epoch 1: loss 0\.\d+, test accuracy [3-9]\d\.\d+%\n$"),

@@ -3,9 +3,11 @@
 For what changes them, and what optimizers must have in common, see optimizer/test_mistakes.py.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
@@ -97,8 +99,8 @@ def _watched(
     return make
 
 
-def _with_a_closure(rank: int, options: dict[str, Any]) -> Watched:
-    """Which evaluates the model itself."""
+def _with_a_closure(rank: int, options: dict[str, Any], by_hand: bool = False) -> Watched:
+    """Which evaluates the model itself. by_hand: no backward reduces, as with zero-bubble schedules."""
     model = small_model()
     optimizer = torchring.wrap(momentum(model), model, **options)
 
@@ -106,7 +108,10 @@ def _with_a_closure(rank: int, options: dict[str, Any]) -> Watched:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             loss = loss_on(model, rank, step)
-            loss.backward()
+            with optimizer.no_sync() if by_hand else contextlib.nullcontext():
+                loss.backward()
+            if by_hand:
+                optimizer.synchronize()
             return loss
 
         optimizer.step(closure)
@@ -141,6 +146,7 @@ CHANGES: Final[dict[str, Callable[[int, dict[str, Any]], Watched]]] = {
     "frozen": _watched(lambda model, it: _add(model[0].weight), "0.weight", _RHYTHM),
     "between backward and step": _watched(is_between=True),
     "with a closure": _with_a_closure,
+    "by synchronize()": partial(_with_a_closure, by_hand=True),
     "all sparse": _all_sparse,
     "among the same changes": _watched(latest=_RHYTHM, clips=True),
 }

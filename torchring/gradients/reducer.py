@@ -423,6 +423,8 @@ class Reducer(Reductions):
                 self.reduce_again()
             self._num_backwards = 0
             self.weights.reset()
+            for on_reduced in self._on_reduced:
+                on_reduced(self.reduction)
 
     def _needs_synchronize(self) -> bool:
         """Whether some gradient on this rank waits to be reduced. Raises GradientError for a weight that is unused."""
