@@ -1,5 +1,6 @@
 """Every test starts from the same seed; a GPU test on a machine that should have a GPU must not skip."""
 
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -36,6 +37,12 @@ def pytest_configure() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_garbage() -> None:
+    """A worker that a DataLoader forks aborts where it collects a group of Gloo, whose threads the parent has."""
+    gc.collect()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
