@@ -156,8 +156,9 @@ def numbers_in(text: str) -> set[int]:
     return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}
 
 
-def count(number: int, name: str) -> str:
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+def count(number: int, noun: str) -> str:
+    """ "1 rank", "2 ranks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def main(arguments: list[str]) -> int:

@@ -305,8 +305,8 @@ def test_when_a_trace_is_written(tmp_path: Path, rank: int, monkeypatch: pytest.
     step()
     with torchring.trace(folder / "block"):
         step()
-        for each in writer._writers:
-            each._write_last()
+        for each in writer.writers:
+            each.write(writer.recorder_of(world_module.default_world()))
         now = read(path_of(folder / "block", rank))
         assert ([each.number for each in now.steps], now.run_info.ended_by) == ([1], ""), "step 0 was before"
         with torchring.trace(folder / "inner"), torchring.trace(folder / "inner"):
@@ -343,7 +343,7 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "torchring"), torchring.trace(tmp_path / "file" / "folder"):
         for ended_by in ("", "", "end"):
             recorder.end_step(recorder.num_steps)
-            writer._writers[0].write(recorder, ended_by)
+            writer.writers[0].write(recorder, ended_by)
     assert [each.message.partition(":")[0] for each in caplog.records] == [
         f"no trace is written to {tmp_path}/file/folder"
     ]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -101,7 +102,8 @@ def _find(fault: str, *expected: tuple[str, int | None], run: Callable[..., list
 def test_a_slow_loader_on_one_rank() -> None:
     verdict = _find("input", ("input", 1))
     assert "waits for data on rank 1" in verdict.sentence
-    assert 30 < verdict.cost.mean < 300
+    (cost_ms,) = re.findall(r"\(([\d.]+) ms of", verdict.sentence)
+    assert 30 < float(cost_ms) < 300
 
 
 def test_a_rank_with_busy_neighbours() -> None:
@@ -113,7 +115,8 @@ def test_a_slow_link() -> None:
     with Network(2, rate="100mbit") as network:
         traces = run_on_hosts(network, (1, 1), _train, "link", 15)
     verdict = analyse(merge(traces)).verdict
-    assert (verdict.kind, verdict.detail) == ("communication", "slow link"), verdict
+    assert verdict.kind == "communication", verdict
+    assert "GB/s" in verdict.sentence
     (clock, *_) = traces[1].clock
     assert clock.error_ns < 50e6
     assert abs(clock.offset_ns) <= clock.error_ns, "both namespaces have the clock of one kernel"

@@ -13,7 +13,7 @@ def observe(world: World) -> World:
     """Begin to observe `world`, which has just been opened. Collective. Returns `world`."""
     world.shared(monitor_of)
     writer = sys.modules.get("torchring.observe.recorder.writer")
-    if os.environ.get(TRACE) or (writer is not None and writer.is_writing()):
+    if os.environ.get(TRACE) or (writer is not None and writer.writers):
         from torchring.observe.recorder.writer import recorder_of
 
         recorder_of(world)

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -47,25 +47,26 @@ def main(arguments: Sequence[str]) -> int:
 
 def _report(analysis: Analysis, number: int, options: argparse.Namespace) -> int:
     """Show one analysis, and write the files asked for: from the second one on, with its number in their names."""
-
-    def write(path: Path, write_to: Callable[[Analysis, Path], None]) -> None:
-        path = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
-        codes.append(_write(path, lambda path: write_to(analysis, path)))
-
     with contextlib.suppress(BrokenPipeError):  # as in `torchring report DIR | head`: files are written all the same
         print("\n" * (number > 1) + plain(analysis), end="", flush=True)
-    codes = [0]
-    if options.csv is not None:
-        write(options.csv, write_csv)
-    if options.trace_json is not None:
-        write(options.trace_json, write_trace_json)
-    if not options.no_html:
+    page = None if options.no_html else options.html or Path(options.folder, _PAGE)
+    code = 0
+    for path, write in ((options.csv, write_csv), (options.trace_json, write_trace_json), (page, write_page)):
+        if path is None:
+            continue
+        path = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
         try:
-            write(options.html or Path(options.folder, _PAGE), write_page)
+            write(analysis, path)
+        except OSError as error:
+            print(f"torchring report: cannot write {path}: {error.strerror}", file=sys.stderr)
+            code = max(code, 1)
         except ImportError as error:
             print(f"torchring report: {error}", file=sys.stderr)
-            codes.append(0 if options.html is None else 2)  # the summary is a report, too
-    return max(codes)
+            code = max(code, 0 if options.html is None else 2)  # the summary is a report, too
+        else:
+            with contextlib.suppress(BrokenPipeError):
+                print(f"Written: {path}", flush=True)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,15 +95,3 @@ def _parser() -> argparse.ArgumentParser:
         help="predict for links of so many Gbit/s between hosts, 6 %% of it for headers (default: as in the trace)",
     )
     return parser
-
-
-def _write(path: Path, write: Callable[[Path], None]) -> int:
-    """Returns the exit code."""
-    try:
-        write(path)
-    except OSError as error:
-        print(f"torchring report: cannot write {path}: {error.strerror}", file=sys.stderr)
-        return 1
-    with contextlib.suppress(BrokenPipeError):
-        print(f"Written: {path}", flush=True)
-    return 0

@@ -15,11 +15,6 @@ NAMES: Final = {
 }
 
 
-def count(number: int, noun: str) -> str:
-    """ "1 rank", "2 ranks"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def number(value: float) -> str:
     """Three digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

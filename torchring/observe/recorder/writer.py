@@ -31,7 +31,7 @@ _LAST_SAMPLES: Final = 20  # in two seconds
 _LAST_STEPS: Final = 50
 _log = logging.getLogger("torchring")
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
-_writers: list[TraceWriter] = []
+writers: list[TraceWriter] = []  # worlds that are opened now are recorded if there are any
 
 
 class TraceWriter:
@@ -56,7 +56,7 @@ class TraceWriter:
         self._ended: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self._num_written: weakref.WeakKeyDictionary[Recorder, int] = weakref.WeakKeyDictionary()
         self._thread = PeriodicThread("torchring-trace", self._tick, _SAMPLE_SECONDS)
-        _writers.append(self)
+        writers.append(self)
 
     def write(self, recorder: Recorder, ended_by: str = "") -> None:
         """Write the last steps of `recorder`, or all of them and nothing after that: it was ended by `ended_by`."""
@@ -80,7 +80,7 @@ class TraceWriter:
 
     def close(self, ended_by: str = "end") -> None:
         """Write all traces, and no more after that."""
-        _writers.remove(self)
+        writers.remove(self)
         self._thread.close()
         for recorder in list(_recorders):
             self.write(recorder, ended_by)
@@ -89,12 +89,8 @@ class TraceWriter:
         self._num_ticks += 1
         for recorder in list(_recorders):
             recorder.sample()
-        if self._num_ticks % _LAST_SAMPLES == 0:
-            self._write_last()
-
-    def _write_last(self) -> None:
-        for recorder in list(_recorders):
-            self.write(recorder)
+            if self._num_ticks % _LAST_SAMPLES == 0:
+                self.write(recorder)
 
 
 class WorldRecorder(Recorder):
@@ -131,11 +127,11 @@ class WorldRecorder(Recorder):
             reducer.take_in(ReductionRecording(self, reducer, number))
 
     def fail(self, error: RingError) -> None:
-        for writer in list(_writers):
+        for writer in list(writers):
             writer.write(self, str(error))
 
     def close(self) -> None:
-        for writer in list(_writers):
+        for writer in list(writers):
             writer.write(self, "end")
         self.world = None
         _recorders.discard(self)  # a later world writes to the same file
@@ -152,20 +148,15 @@ def recorder_of(world: World) -> Recorder:
     return recorder
 
 
-def is_writing() -> bool:
-    """Whether worlds that are opened now are to be recorded."""
-    return bool(_writers)
-
-
 def is_writing_to(path: Path) -> bool:
-    return any(each.folder == path for each in _writers)
+    return any(each.folder == path for each in writers)
 
 
 @at_last
 def _write_at_exit() -> None:
     # Python sets last_value to an exception that nobody caught. In an interactive session it may be an old one.
     error = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
-    for writer in list(_writers):
+    for writer in list(writers):
         writer.close("end" if error is None else f"{type(error).__name__}: {error}")
 
 

@@ -3,19 +3,13 @@
 The planner needs torch, whose import takes seconds. It is imported where it is asked: wrong folders are told at once.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from torchring.observe.recorder.records import ParameterRecord, RunInfo
+from torchring.observe.recorder.records import RunInfo
 from torchring.report.model.merge import Job
 from torchring.report.model.timing import Array
-
-if TYPE_CHECKING:
-    from torchring.gradients.plan import ParameterSpec
 
 _MIB: Final = 1 << 20
 
@@ -56,45 +50,30 @@ def ready_shares(job: Job) -> Array | None:
     return shares if np.isfinite(shares).any() else None
 
 
-def lay_out(
-    parameters: Sequence[ParameterRecord],
-    # for each parameter, the share of backward after which its gradient is ready. NaN if it never comes: then its
-    # bucket leaves at the end of backward.
-    shares: Array,
-    bucket_bytes: float,  # cap of a bucket, in bytes of gradient
-    ratio: float,  # bytes in the bucket for each byte of gradient; less than 1 if gradients are compressed
-) -> Layout:
-    """The buckets that `wrap` makes of parameters."""
-    from torchring.gradients.plan import build_plan
+def layout_with(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
+    """The buckets that `wrap` makes with another bucket size; None if the trace does not tell when gradients are ready.
 
-    shares = np.nan_to_num(shares, nan=1.0)
-    order = sorted(range(len(parameters)), key=lambda i: (shares[i], -i))
-    specs = [_spec(each) for each in parameters]
-    plan = build_plan(specs, bucket_bytes=int(bucket_bytes), order=order)
-    indices = [[slot.parameter for slot in bucket.slots] for bucket in plan.buckets]
-    sizes = tuple(sum(parameters[i].num_bytes for i in each) * ratio for each in indices)
-    return sizes, tuple(float(max(shares[i] for i in each)) for each in indices)
-
-
-def _spec(parameter: ParameterRecord) -> ParameterSpec:
+    `sent_bytes` are those of all buckets, after compression. Where a gradient never comes, its bucket leaves at the end
+    of backward.
+    """
     import torch
 
-    from torchring.gradients.plan import ParameterSpec
+    from torchring.gradients.plan import ParameterSpec, build_plan
 
-    named = getattr(torch, parameter.dtype, None)
-    dtype = named if isinstance(named, torch.dtype) else torch.float32
-    numel = -(-parameter.num_bytes // dtype.itemsize)
-    return ParameterSpec(parameter.name, (numel,), (1,), dtype, torch.device("cpu"))
-
-
-def layout_with(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
-    """The buckets of a job with another bucket size; None if the trace does not tell when gradients are ready.
-
-    `sent_bytes` are those of all buckets, after compression.
-    """
-    parameters, shares = job.traces[0].run_info.parameters, ready_shares(job)
-    dense = [i for i, parameter in enumerate(parameters) if parameter.bucket >= 0]
-    if shares is None or not dense:
+    if (shares := ready_shares(job)) is None:
         return None
-    ratio = sent_bytes / max(1, sum(parameters[i].num_bytes for i in dense))
-    return lay_out([parameters[i] for i in dense], shares[dense], bucket_mb * _MIB, ratio)
+    pairs = zip(job.traces[0].run_info.parameters, np.nan_to_num(shares, nan=1.0).tolist(), strict=True)
+    dense = [(parameter, share) for parameter, share in pairs if parameter.bucket >= 0]
+    if not dense:
+        return None
+    ratio = sent_bytes / max(1, sum(parameter.num_bytes for parameter, _ in dense))
+    specs = []
+    for parameter, _ in dense:
+        dtype = getattr(torch, parameter.dtype, torch.float32)  # another release may have others
+        numel = -(-parameter.num_bytes // dtype.itemsize)
+        specs.append(ParameterSpec(parameter.name, (numel,), (1,), dtype, torch.device("cpu")))
+    order = sorted(range(len(dense)), key=lambda i: (dense[i][1], -i))
+    plan = build_plan(specs, bucket_bytes=int(bucket_mb * _MIB), order=order)
+    buckets = [[dense[slot.parameter] for slot in bucket.slots] for bucket in plan.buckets]
+    sizes = tuple(sum(parameter.num_bytes for parameter, _ in bucket) * ratio for bucket in buckets)
+    return sizes, tuple(max(share for _, share in bucket) for bucket in buckets)

@@ -7,10 +7,10 @@ import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
+from torchring.placement import count
 from torchring.report.model.merge import Job
 from torchring.report.model.timing import Array, Steps, typical
 from torchring.report.model.waits import Critical, computing
-from torchring.report.words import count
 
 OTHERS: Final = "other programs hold the cores"
 HANDING_OVER_MS: Final = 0.5  # CPU time with which a rank takes a batch from a worker

@@ -4,10 +4,11 @@ import re
 from datetime import datetime, timezone
 from pathlib import Path
 
+from torchring.placement import count
 from torchring.report.show.figures import DRAW_AS
 from torchring.report.show.sections import facts, sections
 from torchring.report.verdict.findings import Analysis
-from torchring.report.words import NAMES, count, number, share_in_words
+from torchring.report.words import NAMES, number, share_in_words
 from torchring.safe_files import replacing
 
 

@@ -7,11 +7,12 @@ from typing import Final
 from torchring.errors import ranks_in_words
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
+from torchring.placement import count
 from torchring.report.model.buckets import BucketSummary
 from torchring.report.model.scaling import range_of
 from torchring.report.model.timing import Spread
 from torchring.report.verdict.findings import NOTICEABLE_WAIT, Analysis
-from torchring.report.words import NAMES, about, count, number, share_in_words
+from torchring.report.words import NAMES, about, number, share_in_words
 
 _MAX_ROWS: Final = 8
 _MAX_NAME: Final = 48

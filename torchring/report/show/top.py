@@ -16,11 +16,11 @@ from typing import Final
 from torchring.launch.arguments import Parser, duration
 from torchring.observe.recorder.files import TraceError, find
 from torchring.observe.recorder.records import ENDED_WELL
+from torchring.placement import count
 from torchring.report.model.merge import Job, merge_groups, read_all
 from torchring.report.show.sections import table_of_phases, table_of_waits
 from torchring.report.show.terminal import text_of
 from torchring.report.verdict.analysis import analyse
-from torchring.report.words import count
 
 _STILL_SECONDS: Final = 10.0  # without a new step, after which the picture says so
 

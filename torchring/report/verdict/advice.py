@@ -12,6 +12,7 @@ import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
+from torchring.placement import count
 from torchring.report.model.bucket_layout import layout_with
 from torchring.report.model.core_time import HANDING_OVER_MS, is_crowded, ranks_of_host, sharing, threads_of
 from torchring.report.model.scaling import Workload, exposed_ms, with_layout
@@ -19,7 +20,7 @@ from torchring.report.model.timing import Array, typical
 from torchring.report.model.waits import COMPUTING
 from torchring.report.verdict.findings import Advice, Analysis
 from torchring.report.verdict.pauses import TELLING
-from torchring.report.words import NAMES, count, share_in_words
+from torchring.report.words import NAMES, share_in_words
 
 _WORTH_IT: Final = 0.02  # share of a step
 _SIZES_MB: Final = (1, 2, 5, 12, 25, 50, 100, 200)

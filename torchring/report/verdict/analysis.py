@@ -11,6 +11,7 @@ import numpy as np
 from torchring.errors import ranks_in_words
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
+from torchring.placement import count
 from torchring.report.model import buckets as of_buckets
 from torchring.report.model import waits
 from torchring.report.model.core_time import find_loading, who_has_them
@@ -23,7 +24,7 @@ from torchring.report.verdict.costs import find_costs
 from torchring.report.verdict.findings import FEWEST_STEPS, Analysis
 from torchring.report.verdict.judge import judge, remarks
 from torchring.report.verdict.pauses import find_pauses, without
-from torchring.report.words import about, count
+from torchring.report.words import about
 
 
 def analyse(job: Job, given: Network | None = None) -> Analysis:

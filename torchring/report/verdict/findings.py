@@ -28,20 +28,11 @@ FEWEST_STEPS: Final = 10  # for advice and predictions
 
 @dataclass(frozen=True)
 class Verdict:
-    """What bounds the job.
-
-    `detail` may say more than `kind`: "small buckets", "late parameter" or "slow link" for "communication"; "pauses"
-    for a cost of few steps; "jitter" for a "straggler" without a rank; "between" for an "optimizer" that waits for
-    clipping or logging; "other code" for an "input" of which a DataLoader takes little; "forward or data" for a
-    "compute" of which these two take much, if the trace does not tell them apart.
-    """
+    """What bounds the job."""
 
     kind: Kind
     rank: int | None  # the rank to blame; None if no single rank is
-    share: float  # of the time of all steps, from 0 to 1
-    cost: Spread  # of each step; for "pauses" of each step with a pause
     sentence: str  # with share, duration and spread; behind a sentence about an error, if the job ended with one
-    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,9 +44,6 @@ class Advice:
     saves_share: float  # share of the time that a sample takes now, from 0 to 1
     why: str  # sentences
     how: str  # a line of code or of shell, or one sentence
-
-
-UNKNOWN: Final = Verdict("compute", None, 0.0, Spread(0.0, 0.0, 0.0, 0.0), "")
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,7 @@ class Analysis:
     predictions: tuple[tuple[Prediction, ...], ...]
     predictions_note: str  # one sentence: which network, algorithm and hosts the predictions assume; "" without any
     # The answers
-    verdict: Verdict = UNKNOWN
+    verdict: Verdict = Verdict("compute", None, "")
     problems: tuple[str, ...] = ()  # sentences: what is missing or strange
     advice: tuple[Advice, ...] = ()  # the largest gain first
 

@@ -36,7 +36,7 @@ def judge(analysis: Analysis) -> Verdict:
     telling = costs.telling
     pause = next((each for each in pauses if each.share >= PAUSES_TELLING), None)
     if pause and pause.share >= (1.0 - pause.share) * max(telling.values(), default=0.0) / typical(costs.whole):
-        return Verdict(pause.kind, pause.rank, pause.share, pause.length, pause.sentence, "pauses")
+        return Verdict(pause.kind, pause.rank, pause.sentence)
     if not telling:
         return _compute(costs, analysis.size, analysis.efficiency)
     largest = max(telling, key=lambda key: telling[key])
@@ -45,7 +45,7 @@ def judge(analysis: Analysis) -> Verdict:
     rank = timing.ranks[costs.blamed] if costs.blamed is not None else None
     if kind == "input":
         rank = rank if costs.is_input_of_blamed else None
-        detail, what = _explain_input(costs, "all ranks" if rank is None else f"rank {rank}")
+        what = _explain_input(costs, "all ranks" if rank is None else f"rank {rank}")
     elif kind == "straggler":
         rank = None if detail else rank
         slower = _SLOWER.get(costs.slower_in, "which computes more slowly than the others")
@@ -60,37 +60,34 @@ def judge(analysis: Analysis) -> Verdict:
         what = f"passes while {'a rank' if rank is None else f'rank {rank}'} has no core: {analysis.who_has_cores}"
     elif kind == "communication":
         rank = None
-        detail, why = _explain_communication(analysis)
-        what = f"is communication that {why}"
+        what = f"is communication that {_explain_communication(analysis)}"
     else:
         rank = None
         what = "passes between backward and step(), in clipping or logging" if detail else "is the optimizer's step()"
     share = cost.mean / whole.mean
-    return Verdict(kind, rank, share, cost, f"{_share(share, cost)} {what} ({_span(cost, whole)}).", detail)
+    return Verdict(kind, rank, f"{_share(share, cost)} {what} ({_span(cost, whole)}).")
 
 
-def _explain_input(costs: Costs, who: str) -> tuple[str, str]:
+def _explain_input(costs: Costs, who: str) -> str:
     loading = typical(costs.loading) / max(typical(costs.input), 1e-9)
     if loading >= _NEARLY_ALL:
-        return "", f"waits for data on {who}"
+        return f"waits for data on {who}"
     if costs.saw_loader and loading <= 1.0 - _NEARLY_ALL:
-        return "other code", f"goes to code between step() and forward on {who}, which waits for no DataLoader"
-    return "", f"waits for data on {who}, or for other code between step() and forward"
+        return f"goes to code between step() and forward on {who}, which waits for no DataLoader"
+    return f"waits for data on {who}, or for other code between step() and forward"
 
 
-def _explain_communication(analysis: Analysis) -> tuple[str, str]:
-    """The detail of the verdict, and the end of a sentence that begins with "communication that"."""
+def _explain_communication(analysis: Analysis) -> str:
+    """The end of a sentence that begins with "communication that"."""
     size, buckets, network, cost_ms = analysis.size, analysis.buckets, analysis.model.network, analysis.exposed_ms
     late = analysis.late_parameters
     huge = next((each for each in late if each.holds_ms == 0 and each.exposed_ms >= _MOST * cost_ms), None)
     if huge:
         megabytes = f"{huge.num_bytes / 1e6:.0f} MB"
-        return "late parameter", (
-            f"nothing hides, because the gradient of {huge.name} ({megabytes}) is ready at the end of backward"
-        )
+        return f"nothing hides, because the gradient of {huge.name} ({megabytes}) is ready at the end of backward"
     held = next((each for each in late if each.holds_ms >= _MOST * cost_ms), None)
     if held:
-        return "late parameter", (
+        return (
             f"backward does not hide, because bucket {held.bucket} waits {held.holds_ms:.0f} ms for the gradient of "
             f"{held.name} alone"
         )
@@ -101,17 +98,17 @@ def _explain_communication(analysis: Analysis) -> tuple[str, str]:
         mean_bytes = num_bytes / len(buckets)
         those = f"{len(buckets)} small buckets of {mean_bytes / 1e6:.2g} MB"
         if network.is_alpha_known and latency > _MOST * total:
-            return "small buckets", f"backward does not hide, most of it latency of {those}"
+            return f"backward does not hide, most of it latency of {those}"
         if not network.is_alpha_known and mean_bytes < SMALL_BYTES:
-            return "small buckets", (
+            return (
                 f"backward does not hide: {those} take {total / len(buckets):.2g} ms each, because of latency or a "
                 "slow link"
             )
     megabytes = f"{num_bytes / 1e6:.3g} MB"
     if total <= 0 or cost_ms > _EXPLAINED * total:
-        return "", f"backward does not hide: {megabytes} take {total:.2g} ms, and ranks stand still for longer"
+        return f"backward does not hide: {megabytes} take {total:.2g} ms, and ranks stand still for longer"
     speed = bus_bytes(num_bytes, size) / 1e6 / total
-    return "slow link", f"backward does not hide: {megabytes} at {speed:.2g} GB/s"
+    return f"backward does not hide: {megabytes} at {speed:.2g} GB/s"
 
 
 def _compute(costs: Costs, size: int, efficiency: float) -> Verdict:
@@ -123,13 +120,12 @@ def _compute(costs: Costs, size: int, efficiency: float) -> Verdict:
         share = unknown.mean / step.mean
         what = "is forward, or code around it" if costs.saw_loader else "is forward, or waiting for data"
         begin = f"{_share(share, unknown)} {what}: the trace does not tell which ({_span(unknown, step)})"
-        sentence = f"{begin}. Nothing else holds this job back, and {ends}."
-        return Verdict("compute", None, share, unknown, sentence, "forward or data")
+        return Verdict("compute", None, f"{begin}. Nothing else holds this job back, and {ends}.")
     cost = spread(costs.whole - lost)
     share = cost.mean / step.mean if step.mean else 1.0
     what = "Nothing holds" if share >= _WELL else "No single cause holds"
     begin = f"{what} this job back: {_share(share, cost)} is computing"
-    return Verdict("compute", None, share, cost, f"{begin} ({_span(cost, step)}), and {ends}.")
+    return Verdict("compute", None, f"{begin} ({_span(cost, step)}), and {ends}.")
 
 
 def _is_in_each_step(cost: Spread) -> bool:
