@@ -21,24 +21,6 @@ _PHASES: Final = {
     "other": Phase.BETWEEN,
     "optimizer": Phase.OPTIMIZER,
 }
-_HELP: Final = {
-    "rank": "Number of this rank.",
-    "world_size": "Number of ranks.",
-    "steps_total": "Optimizer steps of this rank.",
-    "samples_total": "Samples that forward was given on this rank, since metrics() was called first.",
-    "reduced_bytes_total": "Bytes that this rank has contributed to reductions, since metrics() was called first.",
-    "steps_per_second": "Optimizer steps a second.",
-    "batch_samples": "Samples of all ranks in a reduction.",
-    "noise_scale_samples": "Gradient noise scale: far below it, a larger batch still pays.",
-    "samples_per_second": "Samples a second of this rank.",
-    "step_seconds": "Time of a step.",
-    "input_seconds": "From the end of a step to forward: waiting for data, logging.",
-    "forward_seconds": "In forward.",
-    "backward_seconds": "In backward, the loss included, without stalls for communication.",
-    "exposed_communication_seconds": "Backward was kept waiting by communication, or by other ranks.",
-    "other_seconds": "Between backward and step(): clipping, unscaling.",
-    "optimizer_seconds": "In step().",
-}
 
 
 def metrics() -> dict[str, float]:
@@ -120,8 +102,8 @@ def write_prometheus(path: str | os.PathLike[str]) -> None:
     registry = CollectorRegistry()
     figures = metrics()
     rank = str(int(figures.pop("torchring_rank")))
+    text = "torchring.metrics() says what this is."
     for name, value in figures.items():
-        text = _HELP[name.removeprefix("torchring_")]
         if name.endswith("_total"):
             Counter(name, text, ["rank"], registry=registry).labels(rank=rank).inc(value)
         else:

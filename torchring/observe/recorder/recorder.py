@@ -39,7 +39,6 @@ class Recorder(Observer):
         # What is recorded
         self.run_info = RunInfo()
         self.parameters: dict[int, tuple[ParameterRecord, ...]] = {}  # by optimizer
-        self._numbers: dict[tuple[object, ...], int] = {}  # of optimizers, see `number_of`
         self.groups: dict[str, dict[str, Any]] = {}  # see `RunInfo`
         # The steps that have ended
         self.num_steps = num_steps
@@ -96,10 +95,6 @@ class Recorder(Observer):
         self._queued_before_step, self._exposed_queued_ns = now, 0
         # Phases of a device's step are not what this thread does meanwhile.
         return queued, exposed if self._device is None and queued != UNKNOWN else UNKNOWN
-
-    def number_of(self, *about: tuple[object, ...]) -> int:
-        """The number of an optimizer, by its group, and names and sizes of parameters. It may be wrapped again."""
-        return self._numbers.setdefault(about, len(self._numbers))
 
     def follow(self, device: "CudaAccelerator") -> None:
         """From now on, times are those at which the work of `device` is done."""

@@ -102,6 +102,8 @@ class WorldRecorder(Recorder):
     def __init__(self, world: World) -> None:
         super().__init__(world.num_steps)
         self.world: World | None = world  # until it is closed
+        # Numbers of optimizers, which may be wrapped again, by their groups, and names and sizes of their parameters
+        self._numbers: dict[object, int] = {}
         self.clock = world.shared(offsets_of)
         if (folder := os.environ.get(TRACE)) and not is_writing_to(path := Path(folder).absolute()):
             TraceWriter(path)
@@ -116,13 +118,14 @@ class WorldRecorder(Recorder):
             self.follow(accelerator)
         reducer: Reducer | None = wrapped.reducer
         layout = None if reducer is None else reducer.layout
-        number = self.number_of(wrapped.members, *((name, each.numel()) for each, name in wrapped.names.items()))
+        about = wrapped.members, *((name, each.numel()) for each, name in wrapped.names.items())
+        number = self._numbers.setdefault(about, len(self._numbers))
         self.run_info = describe(self.world, wrapped, layout)
         self.parameters[number] = parameter_records(wrapped, layout, number)
         if wrapped.members:
             info, clock = self.run_info, [] if reducer is None else reducer.world.shared(offsets_of)
-            about = {"algorithm": info.algorithm, "overlap": info.overlap, "options": info.options, "clock": clock}
-            self.groups[str(number)] = {"ranks": wrapped.members, **about}
+            how = {"algorithm": info.algorithm, "overlap": info.overlap, "options": info.options, "clock": clock}
+            self.groups[str(number)] = {"ranks": wrapped.members, **how}
         if reducer is not None:
             reducer.take_in(ReductionRecording(self, reducer, number))
 

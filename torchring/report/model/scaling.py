@@ -77,18 +77,15 @@ class Workload:
 class Connections:
     """How ranks are connected."""
 
-    network: Network  # between ranks of a ring; between hosts if `is_hierarchical`
-    is_hierarchical: bool = False  # reduce within hosts first
-    ranks_per_host: int = 1  # at most
-    inside: Network | None = None  # between the ranks of a host. None: as fast that it does not count.
+    network: Network  # between ranks of a ring; between hosts if these reduce first
+    ranks_per_host: int = 1  # at most, that reduce first; 1 if all ranks are one ring
+    inside: Network | None = None  # between the ranks of a host. None: so fast that it does not count.
 
 
 def _reduce_ms(num_bytes: float, num_ranks: int, links: Connections) -> float:
     """The duration of one all-reduce, when all ranks are there."""
     if num_ranks < 2:
         return 0.0
-    if not links.is_hierarchical:
-        return _ring_ms(num_bytes, num_ranks, links.network)
     on_host = min(num_ranks, links.ranks_per_host)
     inside = _ring_ms(num_bytes, on_host, links.inside) if links.inside else 0.0
     # Each of the rings between hosts carries a slice; together they carry everything over the link of the host.
@@ -273,12 +270,8 @@ def _links_of(run_info: RunInfo, found: Network | None, given: Network | None) -
     if given is None:
         if found is None:
             return None
-        is_hierarchical = run_info.algorithm == "hierarchical"
-        return Connections(found, is_hierarchical, run_info.local_size if is_hierarchical else 1)
-    if run_info.local_size == 1:
-        return Connections(given)
-    inside = found if run_info.local_size == run_info.size else None
-    return Connections(given, True, run_info.local_size, inside)
+        return Connections(found, run_info.local_size if run_info.algorithm == "hierarchical" else 1)
+    return Connections(given, run_info.local_size, found if run_info.local_size == run_info.size else None)
 
 
 def fit_network(timing: Steps, critical: Critical, run_info: RunInfo, num_ranks: int) -> Network | None:

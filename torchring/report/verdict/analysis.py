@@ -94,7 +94,7 @@ def _note(model: Model, run_info: RunInfo, is_given: bool, slow_rank: int | None
     alpha = f"{links.network.alpha_ms:.2g} ms a message" if links.network.alpha_ms else "latency unknown"
     speed = f"{about(links.network.gigabytes_per_s)} GB/s, {alpha}"
     network = "the network that was given" if is_given else "the network of this trace"
-    ways = "hierarchical all-reduce" if links.is_hierarchical else "a ring"
+    ways = "hierarchical all-reduce" if links.ranks_per_host > 1 else "a ring"
     hosts = f", hosts of {count(run_info.local_size, 'rank')}"
     assumed = f"Predictions assume {network} ({speed}), {ways}{hosts}, and for each rank the batch that it has now."
     assumed += f" Ranges are what {NUM_PARTS} parts of the trace predict, and 5 % worse for each doubling of the ranks."

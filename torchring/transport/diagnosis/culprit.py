@@ -7,6 +7,7 @@ waits for rank c in another.
 """
 
 import contextlib
+import json
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -64,8 +65,8 @@ class Culprits:
 
     def check_endpoints(self) -> None:
         """Collective, before Gloo connects. Raises TopologyError, the same on every rank, if Gloo could not."""
-        texts = self._meeting.all_gather(f"transport/{self._name}", own_endpoint().encode())
-        self._endpoints = [Endpoint.decode(text) for text in texts]
+        texts = self._meeting.all_gather(f"transport/{self._name}", json.dumps(own_endpoint()).encode())
+        self._endpoints = [Endpoint(*json.loads(text)) for text in texts]
         check_endpoints(self._meeting.rank, self._endpoints)
         self._before = open_sockets()
 

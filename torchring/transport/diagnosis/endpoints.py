@@ -1,12 +1,10 @@
 """Checks the addresses at which Gloo listens on the ranks, before Gloo connects."""
 
 import functools
-import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch.distributed import ProcessGroupGloo
 
@@ -19,8 +17,7 @@ _SOURCE: Final = re.compile(r"\[[^\[\]]*\.(?:cc|cpp|h):[0-9]+\]( [^.:]* != nullp
 _MOST_NAMED: Final = 8
 
 
-@dataclass(frozen=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """The address at which Gloo listens on one rank."""
 
     host: str  # name of the host
@@ -29,13 +26,6 @@ class Endpoint:
     interface: str  # GLOO_SOCKET_IFNAME, "" if not set
     usable: str  # interfaces with addresses that other hosts may reach, as text
     problem: str  # the reason why Gloo cannot listen, in Gloo's words; "" if Gloo can
-
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def decode(text: bytes) -> "Endpoint":
-        return Endpoint(**json.loads(text))
 
     @property
     def choice(self) -> str:
