@@ -147,7 +147,7 @@ def _meet(job: World, members: tuple[int, ...]) -> World:
             try:
                 failure = rendezvous.fetch(key(member), member)
             except PeerTimeoutError as error:
-                opens = _has_begun(rendezvous, member) and json.loads(rendezvous.fetch(_opens(member), member))[0]
+                opens, _ = _read_opens(rendezvous, member)
                 instead = f", and opens the group of {ranks_in_words(opens)} instead" if opens else ""
                 error.message = f"rank {member} did not come where this rank is {what}{instead}"
                 error.explanation = job.observer.explain((member,))
@@ -183,9 +183,11 @@ def _opens(rank: int) -> str:
     return f"group/opens/{rank}"
 
 
-def _has_begun(rendezvous: Rendezvous, rank: int) -> bool:
-    """Whether a rank has opened a group, or does now."""
-    return rendezvous.is_published(_opens(rank))
+def _read_opens(rendezvous: Rendezvous, rank: int) -> tuple[list[int], str]:
+    """The members of the group that a rank opens now, which may be none, and the group's name in the store."""
+    key = _opens(rank)
+    members, name = json.loads(rendezvous.fetch(key, rank)) if rendezvous.is_published(key) else ([], "")
+    return members, name
 
 
 class _Crossing:
@@ -221,9 +223,9 @@ class _Crossing:
         """What each rank opens, of those that wait for each other from `rank` back to the first one of `path`."""
         if path and rank == path[0][0]:
             return path
-        if not _has_begun(self._rendezvous, rank) or any(rank == earlier for earlier, *_ in path):
+        if any(rank == earlier for earlier, *_ in path):
             return []
-        members, name = json.loads(self._rendezvous.fetch(_opens(rank), rank))
+        members, name = _read_opens(self._rendezvous, rank)
         missing = (other for other in members if not self._rendezvous.is_published(f"{name}/come/{other}"))
         return next(filter(None, (self._circle(other, [*path, (rank, members, name)]) for other in missing)), [])
 

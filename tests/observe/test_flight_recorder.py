@@ -191,7 +191,7 @@ def test_a_rank_of_another_host_that_sends_nothing_more_is_silent(monkeypatch: p
     store = dist.HashStore()
     hosts = [HostGroup(Rendezvous(store, rank, 2, 5.0), []) for rank in range(2)]
     first, second = (
-        StallMonitor(Rendezvous(store, rank, 2, 5.0), host, host.allocate(MEMORY_BYTES), 1000.0)
+        StallMonitor(Rendezvous(store, rank, 2, 5.0), host, host.allocate(MEMORY_BYTES), 1000.0, {}, [])
         for rank, host in enumerate(hosts)
     )
     assert first.explain([1]) == "Rank 1 has not said yet what it is doing"

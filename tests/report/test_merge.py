@@ -106,7 +106,7 @@ def test_a_folder_without_a_trace_is_an_error(tmp_path: Path) -> None:
     path_of(tmp_path / "torn", 0).write_bytes(b"torn")
     write(tmp_path / "stepless", RankTrace(RunInfo()))
     for name, said in {
-        "gone": r"there is no folder .*gone.*`torchring run --trace .*` writes one",
+        "gone": r"cannot read .*gone: No such.*`torchring run --trace .*` writes one",
         "empty": r"no file is named like rank-00000\.npz.*`torchring run --trace .*` writes one, if .*wrap\(",
         "torn": r"no file of the trace in .*torn can be read\. A file cannot .*00000\.npz is torn",
         "stepless": "the trace has no step",

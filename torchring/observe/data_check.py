@@ -12,7 +12,7 @@ same if their digests are equal in 8 reductions in a row, in which batches chang
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Final
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -54,10 +54,10 @@ class DataCheck(Participant):
         self._is_mean = setup.options.op == "mean"  # each rank counts the same
         self._recent: deque[int] = deque(maxlen=_IN_A_ROW)  # digests of this rank's batches
         self._in_a_row: dict[int, int] = {}  # by rank: for how many reductions it has had the batches of this rank
-        self._repeats = Repeats()
         self._num_compared = self._num_uneven = 0  # reductions: of sizes, and those in which they differ much
         self._finding = 0, ""  # what the next reduction tells the others
         self._told: set[int] = set()
+        self._repeats = Repeats(self._told)
 
     def on_begin(self, current: Reduction) -> None:
         if current.is_again:
@@ -87,14 +87,14 @@ class DataCheck(Participant):
 
     def _compare_sizes(self, mean_samples: float, mean_tokens: float) -> None:
         self._num_compared += 1
-        for own, mean, most in (
+        sizes = (
             (self.batch.num_samples, mean_samples, _UNEVEN_SAMPLES),
             (self.batch.num_tokens, mean_tokens, _UNEVEN_TOKENS),
-        ):
-            if abs(own - mean) > most * mean:
-                break
-        else:
+        )
+        uneven = [(own, mean) for own, mean, most in sizes if abs(own - mean) > most * mean]
+        if not uneven:
             return
+        own, mean = uneven[0]
         self._num_uneven += 1
         is_often = self._num_uneven >= max(_IN_A_ROW, _OFTEN * self._num_compared)  # the last batch may be short
         if is_often and not self._finding[0]:
@@ -143,14 +143,13 @@ class DataCheck(Participant):
         self._told.update(filter(None, findings))
         if own in self._told:
             self._finding = 0, ""
-        self._repeats.told |= self._told
 
 
 class Repeats:
     """Notices batches that come again on this rank."""
 
-    def __init__(self) -> None:
-        self.told: set[int] = set()  # kinds of mistakes that need not be looked for any more
+    def __init__(self, told: Container[int]) -> None:
+        self._told = told  # kinds of mistakes that need not be looked for any more
         self._first: list[int] = []  # digests of the first epoch's first batches
         self._num_same = 0  # how many of them have come again, in their order
         self._recent: deque[bool] = deque(maxlen=_NUM_FIRST)  # whether a batch was that before it
@@ -162,7 +161,7 @@ class Repeats:
         """
         if batch.is_repeated or batch.digest is not None:
             self._recent.append(batch.is_repeated)
-        if batch.digest is not None and EQUAL_EPOCHS not in self.told:
+        if batch.digest is not None and EQUAL_EPOCHS not in self._told:
             self._follow(batch.digest)
         if self._num_same == _IN_A_ROW and len(set(self._first[:_IN_A_ROW])) >= _LEAST_DIFFERENT:
             self._num_same = 0
@@ -172,7 +171,7 @@ class Repeats:
         is_full = len(self._recent) == _NUM_FIRST
         if is_full and num_repeated >= _NUM_FIRST // 2 - 1 and num_repeated <= _NUM_FIRST - 2:
             self._recent.clear()
-            if EQUAL_WORKERS not in self.told and (remedy := find(remedy_for_equal_workers)):
+            if EQUAL_WORKERS not in self._told and (remedy := find(remedy_for_equal_workers)):
                 return EQUAL_WORKERS, f"each batch comes several times in a row. {remedy}"
         return 0, ""
 

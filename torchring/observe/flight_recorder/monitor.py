@@ -9,7 +9,6 @@ import logging
 import socket
 import struct
 import time
-import types
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -53,9 +52,8 @@ class StallMonitor:
         host: HostGroup,
         block: SharedBlock,  # memory for the flight recorders of the ranks of this host, `entries.MEMORY_BYTES` each
         limit: float,  # seconds of waiting after which this rank warns; 0 for never. Then there is no timer thread.
-        operations: Mapping[int, str] = types.MappingProxyType({}),  # see `FlightRecorder`
-        # those of this rank, in the world of all ranks and its groups; this one is added.
-        monitors: "list[StallMonitor] | None" = None,
+        operations: Mapping[int, str],  # see `FlightRecorder`
+        monitors: "list[StallMonitor]",  # of this rank, in the world of all ranks and its groups; this one is added
     ) -> None:
         self._rank = rendezvous.rank
         self._limit = limit
@@ -67,8 +65,8 @@ class StallMonitor:
         }
         self.recorder = FlightRecorder(self._memory[self._rank], operations)  # the flight recorder of this rank
         self._members = rendezvous.members or range(rendezvous.size)
-        self._monitors = [] if monitors is None else monitors
-        self._monitors.append(self)
+        self._monitors = monitors
+        monitors.append(self)
         self._has_warned: set[tuple[int, int]] = set()  # (key, since) of the waits under way
         # Ranks of other hosts
         self._others = [rank for rank in range(rendezvous.size) if rank not in self._memory]

@@ -40,11 +40,8 @@ def load(folder: Path) -> list[Job]:
     how = f"`torchring run --trace {folder} ...` writes one"
     try:
         paths = find(folder)
-    except FileNotFoundError as error:
-        raise TraceError(f"there is no folder {folder}. A trace is a folder; {how}") from error
     except OSError as error:
-        what = f"cannot read {folder}: {error.strerror}"
-        raise TraceError(f"{what}. A trace is a folder; `torchring run --trace DIR ...` writes one") from error
+        raise TraceError(f"cannot read {folder}: {error.strerror}. A trace is a folder; {how}") from error
     if not paths:
         raise TraceError(
             f"{folder} has no trace: no file is named like rank-00000.npz. {how}, if the script calls torchring.wrap() "

@@ -228,8 +228,7 @@ def is_overlapped(run_info: RunInfo) -> bool:
 class Model:
     """What some steps of a job show."""
 
-    network: Network | None  # fitted to the buckets; None if nothing was reduced
-    now: Connections | None  # None without a network
+    now: Connections | None  # with the network that was fitted to the buckets; None if nothing was reduced
     links: Connections | None  # the same, or with the network that was given
     workload: Workload
     predictions: tuple[Prediction, ...]  # for 1 to 8 times the ranks; empty if they are unknown
@@ -248,11 +247,11 @@ def model_of(job: Job, timing: Steps, critical: Critical, given: Network | None,
         measured_ms = typical(critical.path[timing.counts].sum(1))
         workload = dataclasses.replace(workload, unexplained_ms=measured_ms - step_ms(workload, job.size, now))
     if links is None or not workload.bucket_bytes or job.is_part:
-        return Model(network, now, links, workload, ())
+        return Model(now, links, workload, ())
     predicted = workload
     if given and not has_several_hosts:  # between hosts, a thread reduces buckets in the background
         predicted = dataclasses.replace(workload, is_overlapped=True)
-    return Model(network, now, links, workload, predict(predicted, links, [times * job.size for times in SIZES]))
+    return Model(now, links, workload, predict(predicted, links, [times * job.size for times in SIZES]))
 
 
 def _describe(timing: Steps, critical: Critical, run_info: RunInfo) -> Workload:

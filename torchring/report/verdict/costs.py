@@ -50,7 +50,6 @@ class Costs:
     batch_ratio: float
     slower_in: Phase | None  # the phase in which most of `straggler` is; None if it is spread over several
     is_forward_known: bool  # INPUT was told apart from FORWARD
-    saw_loader: bool  # a DataLoader gave batches
 
     @property
     def has_longer_batches(self) -> bool:
@@ -131,7 +130,6 @@ def find_costs(timing: Steps, critical: Critical) -> Costs:
         batch_ratio,
         slower_in,
         is_forward_known,
-        timing.saw_loader,
     )
 
 

@@ -10,7 +10,7 @@ from torchring.report.model.bucket_layout import ready_shares
 from torchring.report.model.buckets import bus_bytes
 from torchring.report.model.scaling import SMALL_BYTES
 from torchring.report.model.timing import Spread, spread, typical
-from torchring.report.verdict.costs import TELLING, Costs
+from torchring.report.verdict.costs import TELLING
 from torchring.report.verdict.findings import FEWEST_STEPS, Analysis, Verdict
 from torchring.report.verdict.pauses import TELLING as PAUSES_TELLING
 from torchring.report.verdict.pauses import slow_stretches
@@ -21,7 +21,6 @@ _MOST: Final = 0.5
 _NEARLY_ALL: Final = 0.75
 _EXPLAINED: Final = 1.3  # times what a bandwidth takes: it does not explain more
 _MANY: Final = 4  # buckets, before they can be too many
-_NO_CORE: Final = 0.05  # of a step
 # Share of a backward in which gradients arrive. It was 2 % for a model in one graph, and 49 % or more for others.
 _LONGEST_BURST: Final = 0.10
 _SLOWER: Final[dict[Phase | None, str]] = {
@@ -38,14 +37,14 @@ def judge(analysis: Analysis) -> Verdict:
     if pause and pause.share >= (1.0 - pause.share) * max(telling.values(), default=0.0) / typical(costs.whole):
         return Verdict(pause.kind, pause.rank, pause.sentence)
     if not telling:
-        return _compute(costs, analysis.size, analysis.efficiency)
+        return _compute(analysis)
     largest = max(telling, key=lambda key: telling[key])
     kind, detail = largest
     cost, whole = spread(costs.by_cause[largest]), spread(costs.whole)
     rank = timing.ranks[costs.blamed] if costs.blamed is not None else None
     if kind == "input":
         rank = rank if costs.is_input_of_blamed else None
-        what = _explain_input(costs, "all ranks" if rank is None else f"rank {rank}")
+        what = _explain_input(analysis, "all ranks" if rank is None else f"rank {rank}")
     elif kind == "straggler":
         rank = None if detail else rank
         slower = _SLOWER.get(costs.slower_in, "which computes more slowly than the others")
@@ -68,18 +67,19 @@ def judge(analysis: Analysis) -> Verdict:
     return Verdict(kind, rank, f"{_share(share, cost)} {what} ({_span(cost, whole)}).")
 
 
-def _explain_input(costs: Costs, who: str) -> str:
+def _explain_input(analysis: Analysis, who: str) -> str:
+    costs = analysis.costs
     loading = typical(costs.loading) / max(typical(costs.input), 1e-9)
     if loading >= _NEARLY_ALL:
         return f"waits for data on {who}"
-    if costs.saw_loader and loading <= 1.0 - _NEARLY_ALL:
+    if analysis.timing.saw_loader and loading <= 1.0 - _NEARLY_ALL:
         return f"goes to code between step() and forward on {who}, which waits for no DataLoader"
     return f"waits for data on {who}, or for other code between step() and forward"
 
 
 def _explain_communication(analysis: Analysis) -> str:
     """The end of a sentence that begins with "communication that"."""
-    size, buckets, network, cost_ms = analysis.size, analysis.buckets, analysis.model.network, analysis.exposed_ms
+    size, buckets, links, cost_ms = analysis.size, analysis.buckets, analysis.model.now, analysis.exposed_ms
     late = analysis.late_parameters
     huge = next((each for each in late if each.holds_ms == 0 and each.exposed_ms >= _MOST * cost_ms), None)
     if huge:
@@ -93,13 +93,13 @@ def _explain_communication(analysis: Analysis) -> str:
         )
     total = sum(bucket.reducing.median for bucket in buckets)
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
-    if network and len(buckets) >= _MANY and size > 1 and total > 0:
-        latency = 2 * (size - 1) * network.alpha_ms * len(buckets)
+    if links and len(buckets) >= _MANY and size > 1 and total > 0:
+        latency = 2 * (size - 1) * links.network.alpha_ms * len(buckets)
         mean_bytes = num_bytes / len(buckets)
         those = f"{len(buckets)} small buckets of {mean_bytes / 1e6:.2g} MB"
-        if network.is_alpha_known and latency > _MOST * total:
+        if links.network.is_alpha_known and latency > _MOST * total:
             return f"backward does not hide, most of it latency of {those}"
-        if not network.is_alpha_known and mean_bytes < SMALL_BYTES:
+        if not links.network.is_alpha_known and mean_bytes < SMALL_BYTES:
             return (
                 f"backward does not hide: {those} take {total / len(buckets):.2g} ms each, because of latency or a "
                 "slow link"
@@ -111,14 +111,15 @@ def _explain_communication(analysis: Analysis) -> str:
     return f"backward does not hide: {megabytes} at {speed:.2g} GB/s"
 
 
-def _compute(costs: Costs, size: int, efficiency: float) -> Verdict:
+def _compute(analysis: Analysis) -> Verdict:
+    costs, size = analysis.costs, analysis.size
     lost = costs.communication + costs.jitter + costs.straggler + costs.cores
     step = spread(costs.whole)
-    ends = f"{size} ranks do the work of {size * efficiency:.3g}" if size > 1 else "it has one rank"
+    ends = f"{size} ranks do the work of {size * analysis.efficiency:.3g}" if size > 1 else "it has one rank"
     unknown = spread(costs.unknown)
     if unknown.mean >= TELLING * step.mean > 0:
         share = unknown.mean / step.mean
-        what = "is forward, or code around it" if costs.saw_loader else "is forward, or waiting for data"
+        what = "is forward, or code around it" if analysis.timing.saw_loader else "is forward, or waiting for data"
         begin = f"{_share(share, unknown)} {what}: the trace does not tell which ({_span(unknown, step)})"
         return Verdict("compute", None, f"{begin}. Nothing else holds this job back, and {ends}.")
     cost = spread(costs.whole - lost)
@@ -175,9 +176,6 @@ def remarks(analysis: Analysis, num_optimizers: int) -> Iterator[str]:
         yield f"Only {counting}: too few for advice and predictions. Numbers are more reliable with 50 or more."
     if has_first_only:
         yield "The first step begins in wrap(), so what the script does before its loop is part of that step."
-    queued_ms = typical(costs.cores)
-    if verdict.kind != "cores" and queued_ms >= _NO_CORE * analysis.step.mean > 0:
-        yield (f"For {queued_ms:.3g} ms of a step, a rank was ready to run, but had no core: {analysis.who_has_cores}.")
 
 
 def _about_optimizers(analysis: Analysis, num_optimizers: int) -> str:
