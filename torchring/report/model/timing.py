@@ -136,21 +136,13 @@ def tabulate(job: Job) -> tuple[Steps, ...]:
 
 def _with_buckets(timing: Steps, job: Job, plan: Plan | None, plans: Sequence[Plan | None], base: int) -> Steps:
     """The same steps, with the buckets of one plan."""
-    has_plan = [each == plan for each in plans]
-    nothing = [[np.nan] * len(BUCKET_TIMES)] * len(plan or ())
-    times = [
-        [
-            [[getattr(bucket, name) - base for name in BUCKET_TIMES] for bucket in _sorted(step)]
-            if has and plan
-            else nothing
-            for step in row
-        ]
-        for row, has in zip(job.steps, has_plan, strict=True)
-    ]
-    shape = (len(job.steps), len(job.traces), len(plan or ()), len(BUCKET_TIMES))
-    bucket_times = np.array(times, float).reshape(shape) / 1e6
-    fields: dict[str, Any] = {name: bucket_times[..., i] for i, name in enumerate(BUCKET_TIMES)}
-    return replace(timing, has_buckets=np.array(has_plan), plan=plan or (), **fields)
+    has_plan = np.array([each == plan for each in plans])
+    times = np.full((len(job.steps), len(job.traces), len(plan or ()), len(BUCKET_TIMES)), np.nan)
+    for i in np.flatnonzero(has_plan) if plan else ():
+        for j, step in enumerate(job.steps[i]):
+            times[i, j] = [[getattr(bucket, name) - base for name in BUCKET_TIMES] for bucket in _sorted(step)]
+    fields: dict[str, Any] = {name: times[..., k] / 1e6 for k, name in enumerate(BUCKET_TIMES)}
+    return replace(timing, has_buckets=has_plan, plan=plan or (), **fields)
 
 
 def spread(values: Any) -> Spread:

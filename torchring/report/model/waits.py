@@ -87,27 +87,22 @@ def _standstill(timing: Steps) -> Array:
 def _find_meetings(timing: Steps, run_info: RunInfo) -> dict[str, Array]:
     """Cut the time in which ranks stand still into waiting for a rank, and communication: parts of a `Critical`."""
     num_steps, num_ranks = timing.begin.shape
-    num_buckets = len(timing.plan)
-    waiting = np.zeros((num_steps, num_ranks))
-    awaited = np.zeros((num_steps, num_ranks), int)
     launched = np.nan_to_num(timing.launched, nan=-np.inf)
-    if num_buckets:
-        all_launched, last = launched.max(1), launched.argmax(1)
-        ends = np.maximum.accumulate(timing.reduced.max(axis=1), axis=1)
-        earlier = np.concatenate([np.full((num_steps, 1), -np.inf), ends[:, :-1]], axis=1)
-        begins = np.minimum(np.maximum(all_launched, earlier), ends)
-        if run_info.overlap == "inline" and run_info.algorithm == "direct":
-            # Ranks do their parts when they come by. The bucket takes as long as the longest part.
-            parts = timing.reduced - np.maximum(timing.started, all_launched[:, None])
-            begins = ends - np.clip(np.nan_to_num(parts), 0, None).max(axis=1)
+    all_launched, last = launched.max(1), launched.argmax(1)
+    ends = np.maximum.accumulate(timing.reduced.max(axis=1), axis=1)
+    earlier = np.concatenate([np.full((num_steps, 1), -np.inf), ends], axis=1)[:, :-1]
+    begins = np.minimum(np.maximum(all_launched, earlier), ends)
+    if run_info.overlap == "inline" and run_info.algorithm == "direct":
+        # Ranks do their parts when they come by. The bucket takes as long as the longest part.
+        parts = timing.reduced - np.maximum(timing.started, all_launched[:, None])
+        begins = ends - np.clip(np.nan_to_num(parts), 0, None).max(axis=1)
+    waiting, awaited = np.zeros((num_steps, num_ranks)), np.zeros((num_steps, num_ranks), int)
+    if timing.plan:
         lateness = np.nan_to_num(all_launched[:, None] - timing.launched)
         head = _heads(all_launched, earlier, run_info)
         waiting = np.take_along_axis(lateness, head[:, None, None], axis=2)[..., 0]
-        awaited = np.repeat(np.take_along_axis(last, head[:, None], axis=1), num_ranks, axis=1)
         waiting = np.clip(np.minimum(waiting, _standstill(timing)), 0, None)
-    else:
-        all_launched = begins = ends = np.zeros((num_steps, num_buckets))
-        last = np.zeros((num_steps, num_buckets), int)
+        awaited = np.repeat(np.take_along_axis(last, head[:, None], axis=1), num_ranks, axis=1)
     buckets = {"all_launched": all_launched, "last": last, "reduction_begins": begins, "reduction_ends": ends}
     return {**buckets, "waiting": waiting, "awaited": awaited}
 
