@@ -65,19 +65,19 @@ def _about_input(analysis: Analysis) -> Iterator[Found]:
     if loading is None:
         return
     now, waited = loading.num_workers, typical(loading.waiting.max(1))
-    if now and analysis.costs.queue is not None and typical(analysis.costs.queue.whole) > _FEW_CORES * waited:
+    if waited < _INPUT_TELLING * analysis.step.mean:
+        return
+    if now and costs.queue is not None and typical(costs.queue.whole) > _FEW_CORES * waited:
         return  # workers have no core either
     rank = costs.blamed if costs.is_input_of_blamed else None
     where = f"rank {analysis.job.traces[rank].run_info.rank}" if rank is not None else "each rank"
     begin = f"{where[0].upper()}{where[1:]}"
-    most = waited >= _INPUT_TELLING * analysis.step.mean
     best = loading.best()
     saved = min(waited, loading.step_ms(now) - loading.step_ms(best))
-    has_gain = saved >= _WORTH_IT * analysis.step.mean
     on = "" if rank is None else f" on {where}"
     is_known = not loading.has_loader or typical(costs.loading) >= _NEARLY_ALL * typical(costs.input)
     line = _line_in(analysis, Phase.INPUT, rank) if is_known else ""  # else it may be of other code
-    if has_gain and most:
+    if saved >= _WORTH_IT * analysis.step.mean:
         workers, cores = count(best, "worker"), count(analysis.run_info.num_cores, "core")
         what = "Load data in the background"
         why = f"{begin} spends {waited:.1f} ms of a step in its DataLoader{line}. The DataLoader has no workers."
@@ -97,7 +97,7 @@ def _about_input(analysis: Analysis) -> Iterator[Found]:
             f"the {cores} of a host.",
             f"DataLoader(..., num_workers={best}, persistent_workers=True)",
         )
-    elif most:
+    else:
         reason = f"Workers would not help: to take a batch from one costs about {HANDING_OVER_MS} ms"
         if loading.busy_ms > (1.0 - _WORTH_IT) * loading.step_ms(now):
             reason = f"No core is left for {'more ' if now else ''}workers: {sharing(analysis.run_info, now)}"

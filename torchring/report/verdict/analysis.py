@@ -78,11 +78,9 @@ def analyse(job: Job, given: Network | None = None) -> Analysis:
         predictions_note=note if any(predictions) or given else "",
     )
     verdict = judge(analysis)
-    if job.ended_badly:
-        verdict = dataclasses.replace(verdict, sentence=f"{job.ended_badly} {verdict.sentence}")
-    if job.group:
-        verdict = dataclasses.replace(verdict, sentence=f"Group of {ranks_in_words(job.group)}: {verdict.sentence}")
-    analysis = dataclasses.replace(analysis, verdict=verdict)
+    group = f"Group of {ranks_in_words(job.group)}: " if job.group else ""
+    sentence = group + " ".join(filter(None, (job.ended_badly, verdict.sentence)))
+    analysis = dataclasses.replace(analysis, verdict=dataclasses.replace(verdict, sentence=sentence))
     problems = (*job.problems, *timing.problems, *remarks(analysis, num_optimizers))
     advice = advise(analysis) if analysis.has_enough_steps else ()
     return dataclasses.replace(analysis, problems=problems, advice=advice)
