@@ -16,6 +16,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     norms.py        SyncBatchNorm                         functions.py, adasum.py    all_reduce, ... for scripts
     initial_state.py   all ranks start alike              broadcasts.py, row_exchange.py   what rooms send
     gradients/      from autograd to the optimizer's step
+    compression/    fewer bytes between hosts
     devices/        the same on GPUs: streams, memory that GPUs share, all-reduces
     allreduce/      sums a bucket over ranks
     participants/   what else takes part in a reduction: buffers, sparse gradients, comparisons of ranks

@@ -29,7 +29,7 @@ from torchring.gradients.contract import Stats
 from torchring.gradients.group import OptimizerGroup, check_free
 from torchring.gradients.layout import Options, SyncBuffers
 from torchring.gradients.local import LocalSync
-from torchring.gradients.plan import Compression
+from torchring.gradients.plan import COMPRESSIONS, Compression
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Participant
 from torchring.gradients.validation import GradientOp, OnNonfinite, parameters_of
@@ -46,7 +46,8 @@ def wrap(
     model: torch.nn.Module | None = None,
     *,
     op: GradientOp = "mean",
-    compression: Compression | None = None,
+    compression: Compression | object | None = None,
+    max_error: float | None = None,
     bucket_mb: float | None = None,
     accumulate: int = 1,
     algorithm: Algorithm = "auto",
@@ -67,7 +68,10 @@ def wrap(
             copied from rank 0, and kept equal after that.
         op: "mean" or "sum" over ranks.
         compression: send gradients as "fp16" or "bf16". They are scaled before they are rounded, and added up in fp32.
-            None sends them in their own dtype.
+            None sends them in their own dtype. Between hosts also "int8", "powersgd", or an object that compresses: see
+            `torchring.compression`. On one host, these send gradients in their own dtype.
+        max_error: if the `compression` changes gradients by more than this, relative to their norm, all ranks go back
+            to full precision, and rank 0 warns. See `Stats.compression_error`.
         bucket_mb: size of a bucket in MiB. The first bucket is at most 1 MiB. Default (None): 25, and for gradients on
             the CPU between hosts at most 4 in the last bucket; 10 for four GPUs or more that reduce in each other's
             memory.
@@ -140,6 +144,8 @@ class DistributedOptimizer(ConnectedOptimizer):
             self._group = [members_of(group)]
         world = self._find_world()
         world.shared(Join).refuse("wrap()")
+        if options.get("compression") not in COMPRESSIONS:
+            options["compression"] = room("compression").scheme_of(options["compression"])
         options["noise_scale"] = options.get("noise_scale", False) or bool(os.environ.get("TORCHRING_TRACE"))
         own = {name: options.pop(name) for name in ("sync_initial_state", "ignore") if name in options}
         guard = world.shared(OptimizerGroup).guard

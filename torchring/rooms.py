@@ -14,6 +14,7 @@ _MODULES: Final = {
     "hierarchical": "torchring.allreduce.hierarchical",
     "mpi": "torchring.transport.mpi",
     "buffers": "torchring.participants.buffers",
+    "compression": "torchring.compression.schemes",
     "cuda": "torchring.devices.cuda",
     "module wrappers": "torchring.participants.module_wrappers",
     "forward": "torchring.observe.inputs",
@@ -45,6 +46,7 @@ _PARTICIPANTS: Final[Sequence[tuple[str, str, Callable[[Any], bool]]]] = (
     ("torchring.observe.data_check", "DataCheck", lambda setup: setup.model is not None),
     ("torchring.observe.recorder.clocks", "ClockComparison", lambda setup: setup.world.num_nodes > 1),
     ("torchring.participants.noise", "NoiseScale", lambda setup: setup.options.noise_scale),
+    ("torchring.compression.check", "CompressionCheck", lambda setup: setup.options.scheme is not None),
     ("torchring.participants.heap", "KeptMemory", lambda setup: next(iter(setup.names)).is_cpu),
 )
 

@@ -92,6 +92,17 @@ class AbortingAllReduce(Protocol):
         """Start, in place of this rank's part of `wire`, work that adds nothing. `wire` stays as it is."""
 
 
+@runtime_checkable
+class PlannedAllReduce(Protocol):
+    """An all-reduce that does not treat all parameters alike."""
+
+    def lay_out(self, wires: Sequence[Any], plan: Any, specs: Sequence[Any], *, num_kept: int) -> None:
+        """The `wires` that were just opened are those of the buckets of `plan`; `specs` as the plan's indices say.
+
+        They come after `num_kept` buckets, whose wires stay. Other wires are not used any more.
+        """
+
+
 def aborted(rank: int, *at_fault: int) -> PlanMismatchError:
     """The error if these ranks have aborted what others have reduced."""
     who = ranks_in_words(at_fault)

@@ -17,13 +17,13 @@ All ranks hold the same bits: the engine leaves the same bits on the owners, and
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 
 from torchring.allreduce.native import NativeWork, check_dtypes
-from torchring.allreduce.slices import ABORTED, SharedBuckets, SharedWire
+from torchring.allreduce.slices import ABORTED, ALIGNMENT_BYTES, SharedBuckets, SharedWire
 from torchring.allreduce.threaded import WorkOnThread
 from torchring.errors import FirstFailure, RingError
 from torchring.memory.host import HostGroup
@@ -98,11 +98,9 @@ class HierarchicalWork:
         host.check(self._number)
         if transport is None:
             return
-        if self._is_aborted:  # and keeps what it has packed
-            self._sum = NativeWork(torch.zeros_like(wire.own), transport)
-        else:
+        if not self._is_aborted:  # else it keeps what it has packed
             host.sum(wire, spread=False)
-            self._sum = NativeWork(wire.own, transport)
+        self._sum = NativeWork(wire.own, transport, is_aborted=self._is_aborted)
 
     def _end(self) -> None:
         """When the engine has summed the column: write it to the ranks of this host."""
@@ -122,15 +120,18 @@ class HierarchicalAllReduce:
         group: the ranks of this host.
         columns: number of columns. The ranks whose position in the group is less have a column each.
         transport: to the other owners of this rank's column. None if it has none.
+        alignment_bytes: of columns.
     """
 
     algorithm = "hierarchical"
     in_background = True
 
-    def __init__(self, group: HostGroup, columns: int, transport: Transport | None) -> None:
+    def __init__(
+        self, group: HostGroup, columns: int, transport: Transport | None, alignment_bytes: int = ALIGNMENT_BYTES
+    ) -> None:
         self.transport = transport
         # Nobody polls: between hosts waits are long, and the threads want the core.
-        self.host = SharedBuckets(group, columns, grace_seconds=GRACE_SECONDS)
+        self.host = SharedBuckets(group, columns, grace_seconds=GRACE_SECONDS, alignment_bytes=alignment_bytes)
         # Threads that run this rank's parts
         self.summing, self.ending = SerialThread("torchring-sums"), SerialThread("torchring-ends")
         self.failure = FirstFailure()  # the first failure of any bucket. Later buckets raise it.
@@ -161,11 +162,20 @@ class HierarchicalAllReduce:
             self.transport.close()
 
 
-def open_hierarchical(world: World) -> HierarchicalAllReduce:
-    """Collective: an all-reduce in the world's hosts and between them, with a transport of its own."""
+def open_hierarchical(
+    world: World,
+    opens: Callable[[World, Sequence[int]], Transport] = open_transport,
+    alignment_bytes: int = ALIGNMENT_BYTES,
+) -> HierarchicalAllReduce:
+    """Collective: an all-reduce in the world's hosts and between them, with a transport of its own.
+
+    `opens`: as `open_transport`. `alignment_bytes`: of columns.
+    """
     assert world.host is not None
     ranks = column_ranks(world.hosts, world.rank)
-    transport = open_transport(world, ranks=ranks or (world.rank,))
+    transport = opens(world, ranks or (world.rank,))
     if ranks is None:  # transports are opened by all ranks together
         transport.close()
-    return HierarchicalAllReduce(world.host, num_columns(world.hosts), transport if ranks else None)
+    return HierarchicalAllReduce(
+        world.host, num_columns(world.hosts), transport if ranks else None, alignment_bytes=alignment_bytes
+    )

@@ -31,10 +31,10 @@ class NativeWire:
 class NativeWork:
     """One all-reduce of a bucket. See `BucketWork`."""
 
-    def __init__(self, buffer: torch.Tensor, transport: Transport) -> None:
+    def __init__(self, buffer: torch.Tensor, transport: Transport, *, is_aborted: bool = False) -> None:
         self.span: tuple[float, float] | None = None
         self._started = time.perf_counter()
-        self._transfer = transport.start_all_reduce(buffer)
+        self._transfer = (transport.start_nothing if is_aborted else transport.start_all_reduce)(buffer)
 
     def advance(self, *, waits: bool = False) -> bool:
         """The engine proceeds by itself."""
@@ -64,7 +64,7 @@ class NativeAllReduce:
         return NativeWork(wire.whole, self._transport)
 
     def abort_bucket(self, wire: NativeWire) -> NativeWork:
-        return NativeWork(torch.zeros_like(wire.whole), self._transport)
+        return NativeWork(wire.whole, self._transport, is_aborted=True)
 
     def fail(self, error: RingError) -> None:
         self._transport.fail(error)

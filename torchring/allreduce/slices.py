@@ -22,12 +22,14 @@ ALIGNMENT_BYTES: Final = 64
 ABORTED: Final = -1  # in place of the wire's index: the rank has aborted the reduction
 
 
-def slice_bounds(num_elements: int, num_ranks: int, element_bytes: int) -> list[tuple[int, int]]:
+def slice_bounds(
+    num_elements: int, num_ranks: int, element_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES
+) -> list[tuple[int, int]]:
     """The [start, stop) of each rank's slice: equal to within a cache line, together exactly [0, num_elements).
 
     Example: 100 fp32 elements, 3 ranks -> [(0, 48), (48, 96), (96, 100)]: 16 elements to the 64-byte line.
     """
-    line = max(1, ALIGNMENT_BYTES // element_bytes)
+    line = max(1, alignment_bytes // element_bytes)
     share = math.ceil(math.ceil(num_elements / num_ranks) / line) * line
     starts = [min(rank * share, num_elements) for rank in range(num_ranks + 1)]
     return list(itertools.pairwise(starts))
@@ -79,16 +81,24 @@ class SharedBuckets:
         num_slices: that a buffer is cut into. The r-th rank has the r-th slice; the ranks beyond have none.
         poll_seconds: see `Channel`.
         grace_seconds: of `done`; see `HostGroup.wait_until`.
+        alignment_bytes: of slices.
     """
 
     def __init__(
-        self, group: HostGroup, num_slices: int, *, poll_seconds: float = 0.0, grace_seconds: float = 0.0
+        self,
+        group: HostGroup,
+        num_slices: int,
+        *,
+        poll_seconds: float = 0.0,
+        grace_seconds: float = 0.0,
+        alignment_bytes: int = ALIGNMENT_BYTES,
     ) -> None:
         self.packed = Channel(group, poll_seconds=poll_seconds)
         self.done = Channel(group, poll_seconds=poll_seconds, grace_seconds=grace_seconds)
         self.pending: deque[BucketWork] = deque()  # what was started and is not yet over, the oldest first
         self._group = group
         self._num_slices = num_slices
+        self._alignment_bytes = alignment_bytes
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._num_wires = 0
         self._records = [as_words(part) for part in group.allocate(MAX_PENDING * 8).parts]
@@ -112,7 +122,7 @@ class SharedBuckets:
         if dtype not in self._scratch:
             wide = reference.compute_dtype(dtype, dtype)
             self._scratch[dtype] = torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=wide, device="cpu")
-        bounds = slice_bounds(numel, self._num_slices, dtype.itemsize)
+        bounds = slice_bounds(numel, self._num_slices, dtype.itemsize, self._alignment_bytes)
         start, stop = bounds[me] if me < self._num_slices else (0, 0)
         step = BLOCK_BYTES // dtype.itemsize
         blocks = []

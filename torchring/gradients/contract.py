@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ class Stats:
             is far below it, a larger batch still pays. Infinite if noise hides the gradient. None in the first 129
             reductions, in a world of one, and without batch_size.
         group: the ranks of the job that reduce together, ascending; empty if all do.
+        compression_error: with a `compression` that checks itself ("int8", for example), the relative error of the mean
+            when it was looked at last: the norm of the error divided by the norm of the exact mean, for a sample of the
+            gradients, by "1-D", "embedding" and "matrix". Empty before that.
     """
 
     algorithm: str
@@ -57,10 +60,16 @@ class Stats:
     batch_size: float = 0.0
     noise_scale: float | None = None
     group: tuple[int, ...] = ()
+    compression_error: Mapping[str, float] = field(default_factory=dict)
 
 
 def stats_of(
-    layout: BucketLayout, num_reductions: int, num_skipped_steps: int, noise: Any, group: tuple[int, ...]
+    layout: BucketLayout,
+    num_reductions: int,
+    num_skipped_steps: int,
+    noise: Any,
+    group: tuple[int, ...],
+    error: Mapping[str, float],
 ) -> Stats:
     """The cost of communication so far. `noise`: the participant that measures the gradient noise scale, or None."""
     timing = layout.timing
@@ -72,7 +81,7 @@ def stats_of(
         reason=layout.reason,
         overlap=layout.agreement.overlap,
         num_buckets=len(layout.buckets),
-        bytes_per_step=layout.current_plan.num_bytes,
+        bytes_per_step=layout.num_bytes,
         num_reductions=num_reductions,
         communication_ms=timing.last_busy_ms,
         exposed_ms=timing.last_exposed_ms,
@@ -83,6 +92,7 @@ def stats_of(
         batch_size=0.0 if noise is None else noise.batch_size,
         noise_scale=None if noise is None else noise.noise_scale,
         group=group,
+        compression_error=error,
     )
 
 

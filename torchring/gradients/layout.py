@@ -9,6 +9,7 @@ import torch
 
 from torchring.accelerators import accelerator_of
 from torchring.allreduce import AllReduce
+from torchring.allreduce.contract import PlannedAllReduce
 from torchring.allreduce.select import Choice, choose, open_all_reduce
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.agreement import Agreement, Timing, wires_of
@@ -16,7 +17,13 @@ from torchring.gradients.bucket import Bucket
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.ledger import Ledger
 from torchring.gradients.places import open_bucket
-from torchring.gradients.plan import LAST_BUCKET_BYTES, ParameterSpec, Plan, build_plan, default_bucket_mb
+from torchring.gradients.plan import (
+    LAST_BUCKET_BYTES,
+    ParameterSpec,
+    Plan,
+    build_plan,
+    default_bucket_mb,
+)
 from torchring.observer import Progress
 from torchring.rooms import room
 from torchring.world import World
@@ -30,7 +37,7 @@ class Options:
     """The user's choices in `wrap`; equal on all ranks. `check_options` says what each may be."""
 
     op: str = "mean"
-    compression: str | None = None
+    compression: Any = None  # None, a key of `plan.COMPRESSIONS`, or a `Scheme` of `torchring.compression`
     bucket_mb: float | None = None
     accumulate: int = 1
     algorithm: str = "auto"
@@ -39,9 +46,15 @@ class Options:
     sync_buffers: SyncBuffers = "mean"
     shard: bool = False
     noise_scale: bool = False
+    max_error: float | None = None
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
+
+    @property
+    def scheme(self) -> Any:
+        """The `Scheme` that compresses what travels between hosts, if there is one."""
+        return None if self.compression is None or isinstance(self.compression, str) else self.compression
 
     @property
     def is_sum(self) -> bool:
@@ -105,6 +118,12 @@ class BucketLayout:
     def current_plan(self) -> Plan:
         return Plan(tuple(bucket.plan for bucket in self.buckets))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank contributes to one reduction."""
+        num_bytes: int = getattr(self.all_reduce, "num_bytes", self.current_plan.num_bytes)
+        return num_bytes
+
     def plan(self, order: Sequence[int] | None = None, first_index: int = 0) -> Plan:
         """Default buckets; `order` and `first_index` as in `build_plan`."""
         bucket_mb = self.options.bucket_mb
@@ -113,7 +132,8 @@ class BucketLayout:
             self.specs,
             bucket_bytes=int((self._bucket_mb if bucket_mb is None else bucket_mb) * 2**20),
             last_bucket_bytes=LAST_BUCKET_BYTES if is_small_last else None,
-            compression=self.options.compression,
+            compression=None if self.options.scheme else self.options.compression,
+            alignment=self.options.scheme and self.options.scheme.alignment,
             order=order,
             first_index=first_index,
         )
@@ -161,6 +181,9 @@ class BucketLayout:
             )
             return opened
         choice = choose(world) if options.algorithm == "auto" else Choice(options.algorithm, "asked for")
+        if options.scheme is not None:
+            compressed: tuple[AllReduce[Any], Choice] = options.scheme.open_all_reduce(world, choice, options.overlap)
+            return compressed
         return open_all_reduce(world, choice.algorithm, options.overlap), choice
 
     def _open(self, plan: Plan, others: Sequence[Bucket] = ()) -> list[Bucket]:
@@ -168,6 +191,8 @@ class BucketLayout:
         order += (index for index, spec in enumerate(self.specs) if spec.is_sparse)
         self.ledger.lay_out(order, self.specs, self.parameters)
         opened = self.agreement.open_wires(plan, self.options.scale(self.world.size))
+        if isinstance(self.all_reduce, PlannedAllReduce):
+            self.all_reduce.lay_out([wire for wire, _ in opened], plan, self.specs, num_kept=len(others))
         return [
             open_bucket(bucket, wire, self.specs, self.parameters, packing, self.ledger)
             for bucket, (wire, packing) in zip(plan.buckets, opened, strict=True)

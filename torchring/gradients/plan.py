@@ -25,7 +25,7 @@ _FEWEST_SHARING_GPUS: Final = 4
 # A complex gradient travels as twice as many real numbers.
 _REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
-Compression = Literal["fp16", "bf16"]
+Compression = Literal["fp16", "bf16", "int8", "powersgd"]
 COMPRESSIONS: Final[dict[str | None, torch.dtype | None]] = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -132,6 +132,7 @@ def build_plan(
     *,
     bucket_bytes: int,  # cap, in bytes of gradient; 0 gives every parameter its own bucket
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,  # cap of the first bucket of each (dtype, device)
+    alignment: int | None = None,  # of each parameter, in elements of the wire buffer; by default 64 bytes
     # Cap of the last bucket of all, if it has several parameters: the others go before it
     last_bucket_bytes: int | None = None,
     compression: str | None = None,  # a key of COMPRESSIONS; narrows wider floating-point gradients on the wire
@@ -176,7 +177,9 @@ def build_plan(
         parts = [(dtype, part) for part in (parameters[:-num_last], parameters[-num_last:]) if part]
         closed = sorted([*closed, *parts], key=lambda item: position[item[1][-1]])
     return Plan(
-        tuple(_lay_out(i, dtype, own, specs, compression) for i, (dtype, own) in enumerate(closed, first_index))
+        tuple(
+            _lay_out(i, dtype, own, specs, compression, alignment) for i, (dtype, own) in enumerate(closed, first_index)
+        )
     )
 
 
@@ -192,10 +195,15 @@ def describe(specs: Iterable[ParameterSpec], options: str) -> list[str]:
 
 
 def _lay_out(
-    index: int, dtype: torch.dtype, parameters: Sequence[int], specs: Sequence[ParameterSpec], compression: str | None
+    index: int,
+    dtype: torch.dtype,
+    parameters: Sequence[int],
+    specs: Sequence[ParameterSpec],
+    compression: str | None,
+    alignment: int | None,
 ) -> BucketPlan:
     wire = wire_dtype(dtype, compression)
-    slots, offset, line = [], 0, ALIGNMENT_BYTES // wire.itemsize
+    slots, offset, line = [], 0, alignment or ALIGNMENT_BYTES // wire.itemsize
     for parameter in parameters:
         slots.append(Slot(parameter, offset, specs[parameter].num_reals))
         offset += math.ceil(specs[parameter].num_reals / line) * line

@@ -79,7 +79,10 @@ class Reducer(Reductions):
 
     def stats(self) -> Stats:
         """The cost of communication so far."""
-        return stats_of(self.layout, self.num_reductions, self.num_skipped_steps, self.noise, self.world.members)
+        return stats_of(
+            *(self.layout, self.num_reductions, self.num_skipped_steps, self.noise, self.world.members),
+            error=dict(self.compression_error),
+        )
 
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective: more parameters, some of which may be frozen for now."""

@@ -69,6 +69,7 @@ class Reductions:
         self._may_lose_results = False  # of an earlier reduction, if all weights are 0
         self.buffers: Any = None  # the participant that makes the model's buffers equal
         self.noise: Any = None  # the participant that measures the noise scale
+        self.compression_error: dict[str, float] = {}  # see `Stats`
         # What takes part in a reduction beside weights, in this order on all ranks
         self.participants: list[Participant] = []
         self.take_in(*guests, *(kind(self, setup) for kind in kinds))

@@ -26,7 +26,7 @@ def check_options(options: Options, model: torch.nn.Module | None) -> None:
     """Raise ValueError for an option that does not exist. The error lists the options that do."""
     for name, value, choices in (
         ("op", options.op, get_args(GradientOp)),
-        ("compression", options.compression, tuple(COMPRESSIONS)),
+        ("compression", None if options.scheme else options.compression, tuple(COMPRESSIONS)),
         ("algorithm", options.algorithm, ALGORITHMS),
         ("overlap", options.overlap, OVERLAPS),
         ("on_nonfinite", options.on_nonfinite, get_args(OnNonfinite)),
@@ -40,6 +40,10 @@ def check_options(options: Options, model: torch.nn.Module | None) -> None:
         raise ValueError(f"shard must be True or False, got {options.shard!r}")
     if options.sync_buffers not in ("mean", None):
         room("buffers").check_choices(options.sync_buffers, model)
+    if options.scheme is not None:
+        options.scheme.check(options)
+    elif options.max_error is not None:
+        raise ValueError("max_error takes a compression that checks itself, such as 'int8'")
     if not isinstance(options.noise_scale, bool):
         raise ValueError(f"noise_scale must be True or False, got {options.noise_scale!r}")
     if not isinstance(options.accumulate, int) or options.accumulate < 1:

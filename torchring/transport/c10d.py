@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup as Backend
 from torch.distributed import ProcessGroupGloo
 from torch.distributed import Work as BackendWork
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from torchring.errors import FirstFailure, PeerTimeoutError, RingError, TopologyError
 from torchring.memory.host import HostGroup
@@ -115,6 +116,21 @@ class C10dTransport:
     def start_all_reduce(self, tensor: torch.Tensor) -> "C10dTransfer":
         options = dist.AllreduceOptions()  # a sum
         return self.start(lambda group: group.allreduce([tensor], options) if tensor.numel() else None)
+
+    def start_nothing(self, tensor: torch.Tensor) -> "C10dTransfer":
+        return self.start_all_reduce(torch.zeros_like(tensor))
+
+    def start_all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> "C10dTransfer":
+        options = dist.AllToAllOptions()
+        return self.start(
+            lambda group: group.alltoall_base(output, tensor, [], [], options) if len(output[0]) else None
+        )
+
+    def start_all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> "C10dTransfer":
+        options = AllgatherOptions()
+        return self.start(
+            lambda group: group._allgather_base(output.view(-1), tensor, options) if len(tensor) else None
+        )
 
     def start_broadcast(self, tensor: torch.Tensor, src: int) -> "C10dTransfer":
         options = dist.BroadcastOptions()

@@ -39,6 +39,15 @@ class Transport(Protocol):
     def start_all_reduce(self, tensor: torch.Tensor) -> Transfer:
         """`tensor`, of a dtype that the engine `sums`, becomes the sum over ranks, added in its dtype by the engine."""
 
+    def start_nothing(self, tensor: torch.Tensor) -> Transfer:
+        """As `start_all_reduce`, but this rank adds nothing, and its `tensor` stays as it is."""
+
+    def start_all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Transfer:
+        """Row r of `tensor` goes to the r-th of `ranks`, and row r of `output` comes from there. Both uint8 [N, n]."""
+
+    def start_all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Transfer:
+        """Row r of `output`, uint8 [N, n], becomes the `tensor`, uint8 [n], of the r-th of `ranks`."""
+
     def start_broadcast(self, tensor: torch.Tensor, src: int) -> Transfer:
         """`tensor`, of any dtype, becomes that of rank `src`."""
 

@@ -54,7 +54,7 @@ _SUMMED: Final = {
 _lock = threading.RLock()  # MPI may take one thread at a time, and no call of it waits
 _open: weakref.WeakSet[MpiTransport] = weakref.WeakSet()
 # (request, tensor) of transfers under way when their transport was closed: MPI may still read or write their memory.
-_abandoned: list[tuple[Any, torch.Tensor]] = []
+_abandoned: list[tuple[Any, Sequence[torch.Tensor]]] = []
 
 
 class MpiTransport:
@@ -103,7 +103,7 @@ class MpiTransport:
                 ranks = [of_parent[rank] for rank in self.ranks]
                 self._communicator = parent.Create_group(parent.Get_group().Incl(ranks))
         if is_whole:
-            MpiTransfer(self, opening, torch.empty(0, device="cpu")).wait()
+            MpiTransfer(self, opening, ()).wait()
         self._communicator.Set_errhandler(mpi.ERRORS_RETURN)
         _open.add(self)
 
@@ -116,6 +116,18 @@ class MpiTransport:
         # Not the blocking call, which is faster (64 MiB: 31 against 55 ms) but has no timeout and cannot be left.
         data = [self._buffer(tensor), tensor.numel(), getattr(mpi, _SUMMED[tensor.dtype])]
         return self._start(lambda: self._communicator.Iallreduce(mpi.IN_PLACE, data, operation), tensor)
+
+    def start_nothing(self, tensor: torch.Tensor) -> MpiTransfer:
+        return self.start_all_reduce(torch.zeros_like(tensor))
+
+    def start_all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> MpiTransfer:
+        share = len(tensor[0])
+        source, target = ([self._buffer(each), share, self._mpi.BYTE] for each in (tensor, output))
+        return self._start(lambda: self._communicator.Ialltoall(source, target), tensor, output)
+
+    def start_all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> MpiTransfer:
+        source, target = ([self._buffer(each), len(tensor), self._mpi.BYTE] for each in (tensor, output))
+        return self._start(lambda: self._communicator.Iallgather(source, target), tensor, output)
 
     def start_broadcast(self, tensor: torch.Tensor, src: int) -> MpiTransfer:
         data, place = contiguous_bytes(tensor), self.ranks.index(src)
@@ -189,10 +201,10 @@ class MpiTransport:
         error = self._diagnosis.seen_by_the_host(suspects)
         return self._diagnosis.heard_from(suspects) if error is None and asks_the_store else error
 
-    def _start(self, operation: Callable[[], Any], data: torch.Tensor) -> MpiTransfer:
+    def _start(self, operation: Callable[[], Any], *data: torch.Tensor) -> MpiTransfer:
         with _lock:
             self._check_open()
-            request = self._guard(operation) if data.numel() else self._mpi.REQUEST_NULL
+            request = self._guard(operation) if data[0].numel() else self._mpi.REQUEST_NULL
             transfer = MpiTransfer(self, request, data)
             self._under_way.add(transfer)
         self._poller.submit(transfer.poll)
@@ -218,7 +230,7 @@ class MpiTransport:
 class MpiTransfer:
     """See `Transfer`. `data` is the memory that MPI reads or writes."""
 
-    def __init__(self, transport: MpiTransport, request: Any, data: torch.Tensor) -> None:
+    def __init__(self, transport: MpiTransport, request: Any, data: Sequence[torch.Tensor]) -> None:
         self.request = request
         self.data = data
         self.is_done = False

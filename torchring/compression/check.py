@@ -1,0 +1,100 @@
+"""Looks at what compression does to gradients, now and then, and ends it where it does too much.
+
+Every 100th reduction sums up a sample of one bucket exactly, and compares: the norm of the error divided by the norm of
+the exact mean, by class of parameters. The sample are up to 64 blocks of 256 elements of each class. All ranks compare
+the same bits, so they decide alike.
+"""
+
+import math
+import warnings
+from typing import Final
+
+import torch
+
+from torchring.collectives.service import internal_collectives_of
+from torchring.compression.codec import ROW
+from torchring.compression.schemes import COMPRESSED, CompressedAllReduce
+from torchring.gradients.bucket import Bucket
+from torchring.gradients.contract import Setup
+from torchring.gradients.reducer import Reducer
+from torchring.gradients.reduction import Participant, Reduction
+
+REDUCTIONS_BETWEEN_CHECKS: Final = 100
+_FIRST: Final = 2  # buckets have been laid out anew by then
+_MOST_ROWS: Final = 64  # of a class in a sample
+
+
+class CompressionCheck(Participant):
+    """Tells the all-reduce of one optimizer how to compress a reduction, and looks at its error."""
+
+    def __init__(self, reducer: Reducer, setup: Setup) -> None:
+        self._reducer = reducer
+        self._max_error = setup.options.max_error
+        self._is_over = False  # the error was too large
+        self._num_checks = 0
+        embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        modules = () if setup.model is None else setup.model.modules()
+        weights = {id(module.weight) for module in modules if isinstance(module, embeddings)}
+        self._embeddings = {name for parameter, name in setup.names.items() if id(parameter) in weights}
+        # Of the reduction that is looked at: the rows of each class, and this rank's gradients there
+        self._rows: dict[str, list[int]] = {}
+        self._bucket: Bucket
+        self._sample: torch.Tensor | None = None
+
+    def on_begin(self, current: Reduction) -> None:
+        all_reduce = self._reducer.layout.all_reduce
+        if not isinstance(all_reduce, CompressedAllReduce):  # all ranks are on one host
+            return
+        transport, number = all_reduce.transport, current.number - all_reduce.scheme.num_exact
+        transport.weight = 0.0 if current.is_absent else current.weight
+        transport.is_exact = self._is_over or number < 0
+        self._sample, all_reduce.sampled = None, None
+        if transport.is_exact or number % REDUCTIONS_BETWEEN_CHECKS != _FIRST:
+            return
+        buckets = [each for each in self._reducer.launcher.buckets if each.plan.wire_dtype in COMPRESSED]
+        if buckets:
+            self._bucket = buckets[self._num_checks % len(buckets)]
+            self._num_checks += 1
+            self._rows = self._rows_of(self._bucket)
+            all_reduce.sampled, all_reduce.take = self._bucket.wire, self._take
+
+    def on_message(self, current: Reduction) -> None:
+        if self._sample is None:
+            return
+        exact = internal_collectives_of(self._reducer.world).all_reduce(self._sample, "sum")
+        error, self._sample = self._look(self._bucket.wire.tensor) - exact, None
+        lengths = [len(rows) for rows in self._rows.values()]
+        for kind, wrong, right in zip(
+            self._rows, torch.split(error, lengths), torch.split(exact, lengths), strict=True
+        ):
+            share = (wrong.norm() / right.norm()).item()
+            if math.isfinite(share):
+                self._reducer.compression_error[kind] = share
+                if self._max_error is not None and share > self._max_error and not self._is_over:
+                    self._end(kind, share)
+
+    def _take(self, wire: torch.Tensor) -> None:
+        self._sample = self._look(wire)
+
+    def _look(self, wire: torch.Tensor) -> torch.Tensor:
+        """The rows of the sample, in fp64: [rows, ROW]."""
+        rows = torch.tensor([row for rows in self._rows.values() for row in rows], device="cpu")
+        return wire.view(-1, ROW)[rows].double()
+
+    def _rows_of(self, bucket: Bucket) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for slot, name, parameter in zip(bucket.plan.slots, bucket.names, bucket.parameters, strict=True):
+            is_vector = sum(length > 1 for length in parameter.shape) < 2
+            kind = "embedding" if name in self._embeddings else "1-D" if is_vector else "matrix"
+            found.setdefault(kind, []).extend(range(slot.offset // ROW, math.ceil((slot.offset + slot.numel) / ROW)))
+        return {kind: rows[:: math.ceil(len(rows) / _MOST_ROWS)] for kind, rows in found.items() if rows}
+
+    def _end(self, kind: str, share: float) -> None:
+        self._is_over = True
+        if self._reducer.world.rank == 0:
+            scheme = self._reducer.options.compression
+            text = (
+                f"compression={scheme} changes the gradients of {kind} parameters by {share:.3g} of their norm, more "
+            )
+            text += f"than max_error={self._max_error}: from now on all ranks send full precision"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)

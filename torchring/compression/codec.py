@@ -1,0 +1,60 @@
+"""What a scheme does with one buffer, and what the scheme knows about the buffer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+import torch
+
+from torchring.transport.contract import Transfer, Transport
+
+ROW: Final = 256  # elements to which parameters are aligned in a buffer, and of a block that int8 gives one scale
+
+
+class Piece(NamedTuple):
+    """The part of a parameter's gradient that lies in a buffer."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole parameter, from the slowest dimension in memory to the fastest
+    begin: int  # in the buffer, in elements
+    end: int  # without the padding up to the next multiple of ROW
+    first: int  # element of the whole gradient, in memory order
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether the parameter is a bias or a scale of a norm, which travels as it is."""
+        return sum(length > 1 for length in self.shape) < 2
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What a buffer holds: a bucket, or this rank's column of the bucket."""
+
+    index: int  # of the bucket
+    buffer: torch.Tensor  # 1-D; a multiple of ROW elements
+    pieces: Sequence[Piece]
+    feedback: torch.Tensor  # fp32, as long as the buffer: what was lost, in units of this rank's gradient
+
+    def feedback_of(self, piece: Piece) -> torch.Tensor:
+        return self.feedback[piece.begin : piece.end]
+
+
+class Codec(Protocol):
+    """Compresses one buffer. `tensor`: the buffer, or zeros in its place, see `Transport.start_nothing`.
+
+    `weight`: of this rank; 0 if `tensor` is no gradient of this rank, and feedback is to stay as it is.
+    """
+
+    num_bytes: int  # that this rank contributes
+
+    def begin(self, tensor: torch.Tensor, weight: float, transport: Transport) -> Transfer:
+        """Compress, and start a collective."""
+
+    def end(self, tensor: torch.Tensor, weight: float, transfer: Transfer, transport: Transport) -> None:
+        """Wait for the collective; `tensor` becomes the sum, with the same bits on all ranks.
+
+        Further collectives go through `transport`, which is another one than that of `begin`.
+        """
+
+    def prepare(self) -> None:
+        """Do what the next `begin` needs, when `tensor` has its result."""

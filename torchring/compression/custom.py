@@ -1,0 +1,112 @@
+"""A script's own compression."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from torchring.compression.codec import Contents
+from torchring.transport.contract import Transfer, Transport
+
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """What a `Compressor` compresses. Where a host has several ranks: the part that this rank sends to other hosts.
+
+    Attributes:
+        index: of the bucket, the same on all ranks; counts anew when buckets are laid out anew.
+        buffer: 1-D, on the CPU: the gradients of this rank divided by the number of ranks, one after the other, with
+            zeros between them; fp32 unless the parameters are fp16 or bf16. Already the sum over the host's ranks.
+        names: of the parameters, as `wrap` knows them.
+        gradients: 1-D views of `buffer`, one for each name; a part of the gradient where the bucket is a part.
+    """
+
+    index: int
+    buffer: torch.Tensor
+    names: Sequence[str]
+    gradients: Sequence[torch.Tensor]
+
+
+@runtime_checkable
+class Compressor(Protocol):
+    """An object for `wrap(..., compression=...)`. Each call is on a thread of torchring's, one call at a time.
+
+    Every rank gets what `compress` of every rank has returned, and adds up what `decompress` makes of it in fp32, in
+    the order of ranks. An exception ends the reduction on all ranks.
+    """
+
+    def compress(self, bucket: Bucket) -> torch.Tensor | bytes:
+        """What travels in place of `bucket.buffer`: bytes, or a 1-D tensor of the same dtype on all ranks.
+
+        Its length may differ between ranks. Keep no reference to the buffer, and copy what is to be remembered.
+        """
+
+    def decompress(self, data: torch.Tensor | bytes, bucket: Bucket) -> torch.Tensor:
+        """The buffer that `data`, of any rank, stands for: 1-D, as long as `bucket.buffer`. With the same bits on all
+        ranks, or else they drift apart. `bucket.buffer` holds nothing of use."""
+
+
+class CustomCodec:
+    """See `Codec`. A message of lengths comes before the data."""
+
+    def __init__(self, contents: Contents, compressor: Compressor, num_ranks: int) -> None:
+        self._compressor = compressor
+        self._contents = contents
+        self._num_ranks = num_ranks
+        self._data: torch.Tensor | bytes = b""  # what this rank sends in the reduction under way
+        self._lengths = torch.zeros(num_ranks, _LENGTH_BYTES, dtype=torch.uint8, device="cpu")
+        self.num_bytes = 0
+
+    def begin(self, tensor: torch.Tensor, weight: float, transport: Transport) -> Transfer:
+        self._data = data = self._compressor.compress(self._bucket(tensor))
+        if not isinstance(data, bytes) and not (isinstance(data, torch.Tensor) and data.dim() == 1):
+            shape = f" of shape {tuple(data.shape)}" if isinstance(data, torch.Tensor) else ""
+            raise TypeError(f"{self._name}.compress() returns bytes or a 1-D tensor, got {type(data).__name__}{shape}")
+        self.num_bytes = len(_as_bytes(data))
+        length = torch.tensor([self.num_bytes], dtype=torch.int64, device="cpu").view(torch.uint8)
+        return transport.start_all_gather(self._lengths, length)
+
+    def end(self, tensor: torch.Tensor, weight: float, transfer: Transfer, transport: Transport) -> None:
+        transfer.wait()
+        lengths = self._lengths.view(torch.int64).flatten().tolist()
+        mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        mine[: self.num_bytes] = _as_bytes(self._data)
+        everybody = torch.empty(self._num_ranks, max(lengths), dtype=torch.uint8, device="cpu")
+        transport.start_all_gather(everybody, mine).wait()
+        total = torch.zeros(len(tensor), device="cpu")
+        for rank, (row, length) in enumerate(zip(everybody, lengths, strict=True)):
+            total += self._decompressed(row[:length], rank, tensor)
+        tensor.copy_(total)
+
+    def prepare(self) -> None: ...
+
+    def _decompressed(self, sent: torch.Tensor, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        data: torch.Tensor | bytes = sent.numpy().tobytes()
+        if isinstance(self._data, torch.Tensor):
+            if len(sent) % self._data.itemsize:
+                own = f"{self._data.dtype} here"
+                raise ValueError(f"{self._name}.compress() returned {len(sent)} bytes on a rank, and {own}")
+            data = sent.clone().view(self._data.dtype)
+        result = self._compressor.decompress(data, self._bucket(tensor))
+        if not isinstance(result, torch.Tensor) or result.shape != tensor.shape:
+            got = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+            raise ValueError(f"{self._name}.decompress() returns a tensor of shape {tuple(tensor.shape)}, got {got}")
+        return result
+
+    @property
+    def _name(self) -> str:
+        return type(self._compressor).__name__
+
+    def _bucket(self, tensor: torch.Tensor) -> Bucket:
+        pieces = self._contents.pieces
+        gradients = [tensor[piece.begin : piece.end] for piece in pieces]
+        return Bucket(self._contents.index, tensor, [piece.name for piece in pieces], gradients)
+
+
+def _as_bytes(data: torch.Tensor | bytes) -> torch.Tensor:
+    if isinstance(data, torch.Tensor):
+        return data.contiguous().view(torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,193 @@
+"""What `compression` of `torchring.wrap` may be, beside the narrow dtypes; and the all-reduce that compresses."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from torchring.allreduce.contract import AllReduce, BucketWork
+from torchring.allreduce.hierarchical import open_hierarchical
+from torchring.allreduce.native import NativeAllReduce
+from torchring.allreduce.select import Choice, open_all_reduce
+from torchring.compression.codec import ROW, Codec, Contents, Piece
+from torchring.compression.custom import Compressor, CustomCodec
+from torchring.compression.int8 import Int8Codec
+from torchring.compression.powersgd import PowerSGD, PowerSGDCodec
+from torchring.compression.transport import CompressingTransport, opens
+from torchring.gradients.layout import Options
+from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
+from torchring.world import World
+
+_logger: Final = logging.getLogger("torchring")
+COMPRESSED: Final = (torch.float32, torch.float16, torch.bfloat16)
+_COLUMN_BYTES: Final = 1024  # columns begin at rows: of ROW elements of 4 bytes
+
+
+@dataclass(eq=False)
+class Scheme:
+    """How an optimizer's gradients are compressed between hosts.
+
+    Attributes:
+        settings: "int8", a `PowerSGD`, or a `Compressor` of the script.
+        kept: by parameter, what error feedback has kept, while no all-reduce has it: fp32, as long as the gradient, in
+            the order of its memory.
+    """
+
+    settings: Any
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    alignment = ROW
+
+    def __repr__(self) -> str:  # which ranks compare
+        is_ours = isinstance(self.settings, (str, PowerSGD))
+        return str(self.settings) if is_ours else f"{type(self.settings).__module__}.{type(self.settings).__qualname__}"
+
+    @property
+    def num_exact(self) -> int:
+        """Number of reductions until gradients are compressed."""
+        return self.settings.start if isinstance(self.settings, PowerSGD) else 0
+
+    def check(self, options: Options) -> None:
+        """Raise ValueError for options that do not go with compression."""
+        most = options.max_error
+        if most is not None and not (isinstance(most, (int, float)) and 0 < most < math.inf):
+            raise ValueError(f"max_error must be a number above 0, such as 0.1, or None, got {most!r}")
+
+    def open_all_reduce(self, world: World, choice: Choice, overlap: str) -> tuple[AllReduce[Any], Choice]:
+        """Collective: as `select.open_all_reduce`, for gradients on the CPU."""
+        if world.shares_memory:
+            if world.rank == 0:
+                _logger.info("compression=%s: all ranks are on one host, so nothing is compressed", self)
+            return open_all_reduce(world, choice.algorithm, overlap), choice
+        if choice.algorithm not in ("native", "hierarchical") or overlap == "inline":
+            open_all_reduce(world, choice.algorithm, overlap)  # which says why not
+        transports: list[CompressingTransport] = []
+        inner: AllReduce[Any]
+        if choice.algorithm == "hierarchical":
+            inner = open_hierarchical(world, opens(transports.append), _COLUMN_BYTES)
+        else:
+            inner = NativeAllReduce(opens(transports.append)(world))
+        return CompressedAllReduce(inner, transports[0], self), choice._replace(
+            reason=f"{choice.reason}; compressed by {self} between hosts"
+        )
+
+    def codec(self, contents: Contents, num_ranks: int, place: int) -> Codec:
+        if self.settings == "int8":
+            return Int8Codec(contents, num_ranks, place)
+        if isinstance(self.settings, PowerSGD):
+            return PowerSGDCodec(contents, self.settings)
+        return CustomCodec(contents, self.settings, num_ranks)
+
+
+def scheme_of(compression: object) -> Scheme:
+    """Raises ValueError for what is no compression."""
+    if isinstance(compression, Scheme):  # of an optimizer that is wrapped anew
+        return compression
+    if compression == "powersgd":
+        return Scheme(PowerSGD())
+    if compression == "int8" or isinstance(compression, (PowerSGD, Compressor)):
+        return Scheme(compression)
+    known = "None, 'fp16', 'bf16', 'int8', 'powersgd', a torchring.compression.PowerSGD, an object with compress() and"
+    raise ValueError(f"compression must be {known} decompress(), or torchring.ddp_hook(...), got {compression!r}")
+
+
+class CompressedAllReduce:
+    """`native` or `hierarchical`, whose sums between hosts are compressed. See `AllReduce`."""
+
+    def __init__(self, inner: Any, transport: CompressingTransport, scheme: Scheme) -> None:
+        self.algorithm, self.in_background = inner.algorithm, inner.in_background
+        self.open_wires, self.fail = inner.open_wires, inner.fail
+        self.scheme = scheme
+        self.transport = transport
+        self.sampled: Any = None  # the wire of which `take` is called with the gradients of this rank
+        self.take: Callable[[torch.Tensor], None]
+        self._inner = inner
+        self._buckets: list[tuple[BucketPlan, Contents, Codec] | None] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """That this rank sends between hosts in a reduction."""
+        return sum(bucket[2].num_bytes for bucket in self._buckets if bucket)
+
+    def start(self, wire: Any) -> BucketWork:
+        if wire is self.sampled:
+            for number, (tensor, factor, _) in getattr(wire, "deferred", {}).items():  # the sum will pack them again
+                torch.mul(tensor, factor, out=wire.blocks[number].own)
+            self.take(wire.tensor)
+        work: BucketWork = self._inner.start(wire)
+        return work
+
+    def abort_bucket(self, wire: Any) -> BucketWork:
+        work: BucketWork = self._inner.abort_bucket(wire)
+        return work
+
+    def lay_out(self, wires: Sequence[Any], plan: Plan, specs: Sequence[ParameterSpec], *, num_kept: int) -> None:
+        """See `PlannedAllReduce`. Feedback moves to its new place."""
+        self.keep(num_kept)
+        for wire, bucket in zip(wires, plan.buckets, strict=True):
+            buffer = wire.own if hasattr(wire, "own") else wire.whole
+            if not buffer.numel() or bucket.wire_dtype not in COMPRESSED:
+                self._buckets.append(None)
+                continue
+            first = (buffer.data_ptr() - wire.tensor.data_ptr()) // buffer.itemsize
+            pieces = list(_pieces(bucket, specs, first, first + buffer.numel()))
+            contents = Contents(bucket.index, buffer, pieces, torch.zeros(buffer.numel(), device="cpu"))
+            for piece in pieces:
+                if (kept := self.scheme.kept.get(piece.name)) is not None:
+                    contents.feedback_of(piece).copy_(kept[piece.first : piece.first + piece.end - piece.begin])
+            codec = self.scheme.codec(
+                contents, len(self.transport.ranks), self.transport.ranks.index(self.transport.rank)
+            )
+            self._buckets.append((bucket, contents, codec))
+            self.transport.codecs[buffer.data_ptr()] = codec
+        self.scheme.kept.clear()
+
+    def keep(self, num_kept: int = 0) -> dict[str, torch.Tensor]:
+        """Have the scheme keep the feedback of all buckets but the first `num_kept`, which are not reduced any more."""
+        kept = self.scheme.kept
+        while len(self._buckets) > num_kept:
+            if (bucket := self._buckets.pop()) is not None:
+                contents = bucket[1]
+                del self.transport.codecs[contents.buffer.data_ptr()]
+                add_feedback(contents, kept)
+        return kept
+
+    def feedback(self) -> dict[str, torch.Tensor]:
+        """A copy of what error feedback has kept, as `Scheme.kept`."""
+        copies: dict[str, torch.Tensor] = {}
+        for bucket in filter(None, self._buckets):
+            add_feedback(bucket[1], copies)
+        return copies
+
+    def load_feedback(self, state: dict[str, torch.Tensor]) -> None:
+        """The inverse of `feedback`."""
+        for _, contents, _ in filter(None, self._buckets):
+            for piece in contents.pieces:
+                own = contents.feedback_of(piece)
+                own.zero_()
+                if (given := state.get(piece.name)) is not None:
+                    own.copy_(given[piece.first : piece.first + len(own)])
+
+    def close(self) -> None:
+        self._inner.close()
+        self.keep()
+
+
+def add_feedback(contents: Contents, kept: dict[str, torch.Tensor]) -> None:
+    for piece in contents.pieces:
+        if piece.name not in kept:
+            kept[piece.name] = torch.zeros(math.prod(piece.shape), device="cpu")
+        kept[piece.name][piece.first : piece.first + piece.end - piece.begin] = contents.feedback_of(piece)
+
+
+def _pieces(bucket: BucketPlan, specs: Sequence[ParameterSpec], begin: int, end: int) -> Iterator[Piece]:
+    """The pieces of gradients in [begin, end) of a bucket."""
+    for slot in bucket.slots:
+        first, last = max(slot.offset, begin), min(slot.offset + slot.numel, end)
+        if first < last:
+            spec = specs[slot.parameter]
+            dimensions = sorted(zip(spec.gradient_stride, spec.shape, strict=True), key=lambda each: -each[0])
+            shape = (*(length for _, length in dimensions), *([2] if spec.dtype.is_complex else []))
+            yield Piece(spec.name, shape, first - begin, last - begin, first - slot.offset)
