@@ -5,7 +5,6 @@ import ipaddress
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
 from typing import Final
 
 from torchring import placement
@@ -104,30 +103,24 @@ def _load(ranks: list[RankFacts]) -> _Said:
 def _sharing(report: Report) -> _Said:
     """Ranks of one machine share memory. If not, the finding says why."""
     for ranks in machines(report):
-        facts = {rank.rank: rank for rank in ranks}
-        groups = [here for group in report.hosts if (here := [rank for rank in group if rank in facts])]
+        numbers = {rank.rank for rank in ranks}
+        groups = [here for group in report.hosts if (here := [rank for rank in group if rank in numbers])]
         if len(groups) > 1:
-            reasons = {_why_separate(facts[a[0]], facts[b[0]]) for a, b in combinations(groups, 2)} - {""}
-            reason = (
-                " and ".join(sorted(reasons)) or "the hand-over failed, for a reason that does not show in the facts"
+            facts = (
+                ("they run as different users ({})", {str(rank.uid) for rank in ranks}),
+                (
+                    "they are in different network namespaces, as containers are (give these one network, such as the "
+                    "host's)",
+                    {rank.network_namespace for rank in ranks},
+                ),
+                ("their C libraries differ ({})", {rank.platform for rank in ranks}),
             )
+            reasons = [text.format(" and ".join(sorted(found))) for text, found in facts if len(found) > 1]
+            why = " and ".join(reasons) or "the hand-over failed, for a reason that does not show in the facts"
             who = " and ".join(map(ranks_in_words, groups))
-            yield "warning", f"{who} are on one machine and share no memory: {reason}"
+            yield "warning", f"{who} are on one machine and share no memory: {why}"
         elif groups and len(groups[0]) > 1:
             yield "ok", f"{ranks_in_words(groups[0])} share memory"
-
-
-def _why_separate(a: RankFacts, b: RankFacts) -> str:
-    """Why two ranks of one machine do not share memory."""
-    networks = (
-        "they are in different network namespaces, as containers are (give these one network, such as the host's)"
-    )
-    reasons = {
-        f"they run as different users ({a.uid} and {b.uid})": a.uid != b.uid,
-        networks: a.network_namespace != b.network_namespace,
-        f"their C libraries differ ({a.platform}; {b.platform})": a.platform != b.platform,
-    }
-    return " and ".join(reason for reason, holds in reasons.items() if holds)
 
 
 @_each_machine
