@@ -99,8 +99,8 @@ class DeviceTimes:
             self._begin_anew(self._recorded[-1] if self._recorded else 0)
 
     def is_unfinished(self, step: array[int]) -> bool:
-        """Whether a step still has the host's times."""
-        return any(each.encoded is step for each in self._unfinished)
+        """Whether a step still has the host's times. For any thread."""
+        return any(each.encoded is step for each in list(self._unfinished))  # the thread that trains changes it
 
     def _date(self, finished: _Step) -> None:
         step, first = finished.encoded, finished.marks[0]

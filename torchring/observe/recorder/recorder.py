@@ -153,14 +153,8 @@ class Recorder(Observer):
 
     def last_steps(self, count: int = NUM_STEPS) -> "list[array[int]]":
         """The newest steps that a device has finished, encoded, the oldest first."""
-        device = self._device
-        for _ in range(3):
-            try:
-                steps = list(self._steps)[-count:]
-                return steps if device is None else [step for step in steps if not device.is_unfinished(step)]
-            except RuntimeError:  # a step has ended meanwhile, on the thread that trains
-                continue
-        return []
+        steps = list(self._steps)[-count:]
+        return [step for step in steps if self._device is None or not self._device.is_unfinished(step)]
 
     def trace(
         self, ended_by: str = "end", count: int = NUM_STEPS, first: int = 0
