@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from torchring import elastic as elastic
     from torchring import recipes as recipes
     from torchring.compiled import compile_backend
+    from torchring.compression.ddp_hook import ddp_hook
     from torchring.default_world import (
         device,
         init,
@@ -91,8 +92,8 @@ __all__ = [
     "DistributedOptimizer", "GradientError", "PeerLostError", "PeerTimeoutError", "PlanMismatchError", "RingError",
     "Stats", "SyncBatchNorm", "TopologyError", "Work", "all_gather", "all_gather_object", "all_reduce", "all_to_all",
     "barrier", "broadcast", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "compile_backend",
-    "convert_sync_batchnorm", "device", "init", "is_initialized", "join", "local_rank", "local_size", "metrics",
-    "node_rank", "num_nodes", "rank", "reduce_scatter", "shutdown", "size", "trace", "wrap",
+    "convert_sync_batchnorm", "ddp_hook", "device", "init", "is_initialized", "join", "local_rank", "local_size",
+    "metrics", "node_rank", "num_nodes", "rank", "reduce_scatter", "shutdown", "size", "trace", "wrap",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # else any misspelt name would be of type Any
@@ -114,6 +115,7 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
         "functions": "Work all_gather all_gather_object all_reduce all_to_all barrier broadcast "
         "broadcast_object reduce_scatter",
         "compiled": "compile_backend",
+        "compression.ddp_hook": "ddp_hook",
         "default_world": "device init is_initialized local_rank local_size node_rank num_nodes rank shutdown size",
         "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
         "gradients.contract": "Stats",

@@ -96,8 +96,8 @@ class AbortingAllReduce(Protocol):
 class PlannedAllReduce(Protocol):
     """An all-reduce that does not treat all parameters alike."""
 
-    def lay_out(self, wires: Sequence[Any], plan: Any, specs: Sequence[Any], *, num_kept: int) -> None:
-        """The `wires` that were just opened are those of the buckets of `plan`; `specs` as the plan's indices say.
+    def lay_out(self, wires: Sequence[Any], plan: Any, specs: Any, parameters: Any, *, num_kept: int) -> None:
+        """The `wires` that were just opened are those of the buckets of `plan`, which has indices into the others.
 
         They come after `num_kept` buckets, whose wires stay. Other wires are not used any more.
         """

@@ -14,11 +14,14 @@ from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.select import Choice, open_all_reduce
 from torchring.compression.codec import ROW, Codec, Contents, Piece
 from torchring.compression.custom import Compressor, CustomCodec
+from torchring.compression.ddp_hook import DDPHook, HookAllReduce
 from torchring.compression.int8 import Int8Codec
 from torchring.compression.powersgd import PowerSGD, PowerSGDCodec
 from torchring.compression.transport import CompressingTransport, opens
+from torchring.errors import in_step
 from torchring.gradients.layout import Options
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
+from torchring.transport.c10d import open_transport
 from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
@@ -31,7 +34,7 @@ class Scheme:
     """How an optimizer's gradients are compressed between hosts.
 
     Attributes:
-        settings: "int8", a `PowerSGD`, or a `Compressor` of the script.
+        settings: "int8", a `PowerSGD`, a `DDPHook`, or a `Compressor` of the script.
         kept: by parameter, what error feedback has kept, while no all-reduce has it: fp32, as long as the gradient, in
             the order of its memory.
     """
@@ -41,8 +44,10 @@ class Scheme:
     alignment = ROW
 
     def __repr__(self) -> str:  # which ranks compare
-        is_ours = isinstance(self.settings, (str, PowerSGD))
-        return str(self.settings) if is_ours else f"{type(self.settings).__module__}.{type(self.settings).__qualname__}"
+        if isinstance(self.settings, (str, PowerSGD)):
+            return str(self.settings)
+        found: Any = self.settings.hook if isinstance(self.settings, DDPHook) else type(self.settings)
+        return f"{found.__module__}.{found.__qualname__}"
 
     @property
     def num_exact(self) -> int:
@@ -55,11 +60,23 @@ class Scheme:
         if most is not None and not (isinstance(most, (int, float)) and 0 < most < math.inf):
             raise ValueError(f"max_error must be a number above 0, such as 0.1, or None, got {most!r}")
 
+    def check_device(self, world: World) -> None:
+        """Raise ValueError if gradients on a device cannot be compressed."""
+        if isinstance(self.settings, DDPHook) or not world.shares_memory:
+            text = f"compression={self} takes gradients on the CPU; on a device, compression='bf16' halves what is sent"
+            raise in_step(ValueError(text))
+        self._say_that_nothing_is_compressed(world)
+
+    def _say_that_nothing_is_compressed(self, world: World) -> None:
+        if world.rank == 0:
+            _logger.info("compression=%s: all ranks are on one host, so nothing is compressed", self)
+
     def open_all_reduce(self, world: World, choice: Choice, overlap: str) -> tuple[AllReduce[Any], Choice]:
         """Collective: as `select.open_all_reduce`, for gradients on the CPU."""
+        if isinstance(self.settings, DDPHook):
+            return HookAllReduce(open_transport(world), self.settings, world.size), Choice("native", "a hook reduces")
         if world.shares_memory:
-            if world.rank == 0:
-                _logger.info("compression=%s: all ranks are on one host, so nothing is compressed", self)
+            self._say_that_nothing_is_compressed(world)
             return open_all_reduce(world, choice.algorithm, overlap), choice
         if choice.algorithm not in ("native", "hierarchical") or overlap == "inline":
             open_all_reduce(world, choice.algorithm, overlap)  # which says why not
@@ -87,7 +104,7 @@ def scheme_of(compression: object) -> Scheme:
         return compression
     if compression == "powersgd":
         return Scheme(PowerSGD())
-    if compression == "int8" or isinstance(compression, (PowerSGD, Compressor)):
+    if compression == "int8" or isinstance(compression, (PowerSGD, DDPHook, Compressor)):
         return Scheme(compression)
     known = "None, 'fp16', 'bf16', 'int8', 'powersgd', a torchring.compression.PowerSGD, an object with compress() and"
     raise ValueError(f"compression must be {known} decompress(), or torchring.ddp_hook(...), got {compression!r}")
@@ -123,7 +140,9 @@ class CompressedAllReduce:
         work: BucketWork = self._inner.abort_bucket(wire)
         return work
 
-    def lay_out(self, wires: Sequence[Any], plan: Plan, specs: Sequence[ParameterSpec], *, num_kept: int) -> None:
+    def lay_out(
+        self, wires: Sequence[Any], plan: Plan, specs: Sequence[ParameterSpec], parameters: Any, *, num_kept: int
+    ) -> None:
         """See `PlannedAllReduce`. Feedback moves to its new place."""
         self.keep(num_kept)
         for wire, bucket in zip(wires, plan.buckets, strict=True):

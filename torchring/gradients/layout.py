@@ -176,6 +176,8 @@ class BucketLayout:
     def _open_all_reduce(self, device: torch.device, plan: Plan) -> tuple[AllReduce[Any], Choice]:
         world, options = self.world, self.options
         if accelerator := accelerator_of(device):
+            if options.scheme is not None:
+                options.scheme.check_device(world)
             opened: tuple[AllReduce[Any], Choice] = room("device all-reduces").open_on_device(
                 world, options.algorithm, options.overlap, wires_of(plan), accelerator
             )
@@ -192,7 +194,9 @@ class BucketLayout:
         self.ledger.lay_out(order, self.specs, self.parameters)
         opened = self.agreement.open_wires(plan, self.options.scale(self.world.size))
         if isinstance(self.all_reduce, PlannedAllReduce):
-            self.all_reduce.lay_out([wire for wire, _ in opened], plan, self.specs, num_kept=len(others))
+            self.all_reduce.lay_out(
+                [wire for wire, _ in opened], plan, self.specs, self.parameters, num_kept=len(others)
+            )
         return [
             open_bucket(bucket, wire, self.specs, self.parameters, packing, self.ledger)
             for bucket, (wire, packing) in zip(plan.buckets, opened, strict=True)

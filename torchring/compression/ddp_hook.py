@@ -1,0 +1,134 @@
+"""Communication hooks of DistributedDataParallel, unchanged: `compression=torchring.ddp_hook(state, hook)`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchring.allreduce.native import NativeAllReduce, NativeWire
+from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
+
+
+@dataclass(frozen=True)
+class DDPHook:
+    """What `ddp_hook` returns."""
+
+    state: Any
+    hook: Callable[[Any, Any], torch.futures.Future[Any]]
+
+
+def ddp_hook(state: Any, hook: Callable[[Any, Any], torch.futures.Future[Any]]) -> DDPHook:
+    """A communication hook of DistributedDataParallel as a `compression`, for gradients on the CPU.
+
+        state = PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=10)
+        optimizer = torchring.wrap(optimizer, model, compression=torchring.ddp_hook(state, powerSGD_hook))
+
+    The hook is called as by `register_comm_hook`, for each bucket in turn, in the thread that runs backward. That is so
+    on one host, too. Hooks send through torch.distributed's process group: the script's, or that of
+    `torchring.init(process_group=True)`.
+
+    Args:
+        state: passed to the hook.
+        hook: takes the state and a bucket with the methods of torch.distributed.GradBucket, and returns a Future of the
+            mean over ranks, a tensor as large as `bucket.buffer()`. Between parameters, the buffer has a few zeros.
+
+    Raises:
+        TypeError: the hook is not callable.
+    """
+    if not callable(hook):
+        raise TypeError(f"ddp_hook(state, hook): the hook comes second, a function, got {type(hook).__name__}")
+    return DDPHook(state, hook)
+
+
+@dataclass(eq=False)
+class GradBucket:
+    """A bucket as hooks see it: see torch.distributed.GradBucket, which Python cannot make."""
+
+    plan: BucketPlan
+    specs: Sequence[ParameterSpec]
+    wire: torch.Tensor
+    is_last_one: bool
+    _parameters: Sequence[torch.Tensor] = field(default_factory=list)
+
+    def index(self) -> int:
+        return self.plan.index
+
+    def buffer(self) -> torch.Tensor:
+        return self.wire
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        self.wire = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        places = [(self.specs[slot.parameter], slot.offset) for slot in self.plan.slots]
+        return [self.wire.as_strided(spec.shape, spec.gradient_stride, offset) for spec, offset in places]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self._parameters[slot.parameter] for slot in self.plan.slots]
+
+    def is_last(self) -> bool:
+        return self.is_last_one
+
+
+class _Work:
+    """One call of the hook. See `BucketWork`."""
+
+    span = None
+
+    def __init__(self, future: torch.futures.Future[Any], target: torch.Tensor | None) -> None:
+        self._future = future
+        self._target = target
+
+    def advance(self, *, waits: bool = False) -> bool:
+        return True
+
+    def wait(self) -> None:
+        result = self._future.wait()
+        result = result[0] if isinstance(result, list) else result
+        if self._target is not None:
+            if result.shape != self._target.shape:
+                raise ValueError(f"a hook's result has shape {tuple(result.shape)}, not {tuple(self._target.shape)}")
+            self._target.copy_(result)
+            self._target = None
+
+
+class HookAllReduce(NativeAllReduce):
+    """Hands each bucket to a hook. Model buffers are reduced by the engine."""
+
+    def __init__(self, transport: Any, hook: DDPHook, num_ranks: int) -> None:
+        super().__init__(transport)
+        self._hook = hook
+        self._num_ranks = num_ranks
+        self._buckets: dict[int, GradBucket] = {}  # by address of the wire
+
+    def lay_out(
+        self, wires: Sequence[Any], plan: Plan, specs: Sequence[ParameterSpec], parameters: Any, *, num_kept: int
+    ) -> None:
+        """See `PlannedAllReduce`."""
+        kept = [each for each in self._buckets.values() if each.plan.index < num_kept]
+        self._buckets = {each.wire.data_ptr(): each for each in kept}
+        for each in kept:
+            each.is_last_one = False
+        for wire, bucket in zip(wires, plan.buckets, strict=True):
+            is_last = bucket is plan.buckets[-1]
+            self._buckets[wire.whole.data_ptr()] = GradBucket(bucket, specs, wire.whole, is_last, parameters)
+
+    def start(self, wire: NativeWire) -> Any:
+        return self._call(wire, wire.whole, wire.whole)
+
+    def abort_bucket(self, wire: NativeWire) -> Any:
+        return self._call(wire, torch.zeros_like(wire.whole), None)
+
+    def _call(self, wire: NativeWire, values: torch.Tensor, target: torch.Tensor | None) -> Any:
+        bucket = self._buckets.get(wire.whole.data_ptr())
+        if bucket is None:
+            return super().start(wire) if target is not None else super().abort_bucket(wire)
+        if not dist.is_initialized():
+            raise ValueError(
+                "hooks of DistributedDataParallel send through torch.distributed's process group: call "
+                "torchring.init(process_group=True) first"
+            )
+        bucket.wire = values.mul_(self._num_ranks)  # the hook divides by it
+        return _Work(self._hook.hook(self._hook.state, bucket), target)
