@@ -3,13 +3,11 @@
 import dataclasses
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.traces import encode, simulate, with_facts, write
-from torchring.observe.recorder import files
 from torchring.observe.recorder.files import FORMAT, TraceError, find, path_of, read
 from torchring.observe.recorder.records import RankTrace, RunInfo, decode
 
@@ -49,16 +47,6 @@ def test_a_torn_file_and_another_format_are_named(tmp_path: Path) -> None:
     np.savez(path_of(tmp_path, 0), about=np.frombuffer(run_info.encode(), np.uint8))
     with pytest.raises(TraceError, match=r"torchring 9\.9, in another format"):
         read(path_of(tmp_path, 0))
-
-
-def test_what_is_no_number_or_text_is_named(tmp_path: Path) -> None:
-    trace = simulate(1, 1)[0]
-    path = write(tmp_path, trace)
-    wrong: dict[str, Any] = {"rank": "0", "size": None, "num_cores": True, "host": 7, "options": []}
-    for name, value in wrong.items():
-        files.write(path, with_facts(trace, **{name: value}), [])
-        with pytest.raises(TraceError, match=f"no trace: {name} is "):
-            read(path)
 
 
 def test_text_of_a_trace_gives_a_terminal_no_orders(tmp_path: Path) -> None:

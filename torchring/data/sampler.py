@@ -220,17 +220,15 @@ class Sampler(torch.utils.data.Sampler[Any]):
         Raises:
             ValueError: the state is of a dataset of another length.
         """
-        length, position = int(state_dict["length"]), int(state_dict["position"])
+        length = int(state_dict["length"])
         if length != self._length:
             raise ValueError(
                 f"the sampler's state is of a dataset of {length} samples, but this one has {self._length}; to train "
                 "on another dataset, begin with a new sampler"
             )
-        if not 0 <= position <= length:
-            raise ValueError(f"the sampler's state says that {position} of {length} samples have been used")
         self._seed = int(state_dict["seed"])
         self._shuffle = bool(state_dict["shuffle"])
-        self._resume(int(state_dict["epoch"]), position)
+        self._resume(int(state_dict["epoch"]), int(state_dict["position"]))
 
     def __iter__(self) -> Iterator[Any]:
         return _Draws(self)

@@ -75,9 +75,5 @@ def _parse(about: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
     clock = tuple(ClockOffset(*each) for each in about.pop("clock"))
     samples = tuple(map(tuple, about.pop("samples", ())))
     about["parameters"] = tuple(ParameterRecord(*each) for each in about["parameters"])
-    for name, default in vars(RunInfo()).items():
-        value = about[name]
-        if type(value) is not type(default) and (type(value), type(default)) != (int, float):
-            raise TypeError(f"{name} is {value!r:.40}")
     steps = tuple(decode(row.tolist()) for row in np.split(steps, ends[:-1]) if len(row))
     return RankTrace(RunInfo(**about), steps, arrivals, clock, samples)
