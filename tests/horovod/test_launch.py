@@ -15,7 +15,6 @@ import pytest
 from tests.support.commands import run_python
 from torchring.errors import TopologyError
 from torchring.horovod import runner, settings
-from torchring.horovod.exceptions import HorovodVersionMismatchError
 from torchring.horovod.settings import Settings, read_settings
 from torchring.launch.hosts import Host
 from torchring.launch.output import OutputOptions
@@ -66,11 +65,6 @@ def test_what_means_nothing_is_named_once_in_a_process(monkeypatch: pytest.Monke
         read_settings({**ours, **off, "HOROVOD_CACHE_CAPACITY": "5", "HOROVOD_AUTOTUNE": "1"})
     with pytest.warns(UserWarning, match="^HOROVOD_TYPO means nothing"):
         read_settings({"HOROVOD_AUTOTUNE": "1", "HOROVOD_TYPO": "1"})
-
-
-def test_an_exception_travels() -> None:
-    found = pickle.loads(pickle.dumps(HorovodVersionMismatchError("torch", "2.1", "2.0")))
-    assert (found.name, found.version, found.installed_version) == ("torch", "2.1", "2.0")
 
 
 def test_a_script_that_is_not_edited(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@
     horovod.common.exceptions, .elastic     torchring.horovod.exceptions, .elastic
     horovod.common.util, .process_sets      torchring.horovod.builds, .mpi_ops
     horovod.run, horovod.runner.run         torchring.horovod.runner.run
-    horovod.spark                           torchring.spark.horovod, unless a Horovod is installed
+    horovod.spark                           torchring.spark.horovod
     sparkdl, sparkdl.horovod                torchring.spark, torchring.spark.horovod: Databricks' HorovodRunner
-    anything else, horovod.ray say          a Horovod that is installed, or on PYTHONPATH; none is needed
+
+Nothing comes from a Horovod that is installed: torchring refuses to run under its launchers.
 
 `python -m torchring.horovod` and `torchring run --horovod` put the folder `startup/` on PYTHONPATH. So every Python
 process of the job installs the aliases as it starts, child processes included, except those started with -E, -I or -S.
@@ -14,7 +15,6 @@ sitecustomize.py in that folder runs this file, which therefore imports neither 
 """
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -61,29 +61,14 @@ class Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         """See importlib.abc.MetaPathFinder."""
         if fullname in _PACKAGES:
-            spec = ModuleSpec(fullname, _Package(), is_package=True)
-            spec.submodule_search_locations = self._folders_of_horovod(fullname)
-            return spec
+            return ModuleSpec(fullname, _Package(), is_package=True)
         name = _TARGETS.get(fullname)
-        if fullname == "horovod.spark" and self._folders_of_horovod(fullname):
-            return None  # with its estimators
-        if fullname in _OTHERS and not self._folders_of_horovod(fullname):
+        if fullname in _OTHERS:
             what = "torchring has horovod.torch only. Other frameworks need Horovod itself"
             raise ModuleNotFoundError(f"No module named {fullname!r}: {what}", name=fullname)
         if name is None and fullname.startswith(f"{_TORCH}."):
             name = _TARGETS[_TORCH] + fullname[len(_TORCH) :]
         return None if name is None else ModuleSpec(fullname, _Alias(name))
-
-    def _folders_of_horovod(self, package: str) -> list[str]:
-        """The folders of this package in an installed Horovod. Empty if none is installed."""
-        for finder in sys.meta_path:
-            if finder is not self and (find := getattr(finder, "find_spec", None)):
-                spec: ModuleSpec | None = find("horovod", None)
-                if spec is not None and spec.submodule_search_locations:
-                    inner = package.split(".")[1:]
-                    folders = [os.path.join(place, *inner) for place in spec.submodule_search_locations]
-                    return [folder for folder in folders if os.path.isdir(folder)]
-        return []
 
 
 class _Alias(Loader):
@@ -104,7 +89,7 @@ class _Alias(Loader):
 
 
 class _Package(Loader):
-    """A package whose own code is here, whatever its folders hold."""
+    """A package whose code is here."""
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__

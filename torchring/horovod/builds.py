@@ -1,9 +1,6 @@
-"""Which parts of the library there are; and `horovod.common.util`, where Horovod's launchers ask for them."""
+"""Which parts of the library there are: horovod.common.util."""
 
-import functools
 import importlib.util
-import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,17 +11,6 @@ __all__ = [
     "ccl_built", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "mpi_built", "mpi_enabled",
     "mpi_threads_supported", "nccl_built", "rocm_built",
 ]  # fmt: skip
-_cache = functools.cache  # Horovod's launcher imports it from here
-
-
-def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """True for "torch", the framework that torchring supports."""
-    return ext_base_name == "torch"
-
-
-def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """True if the framework is "torch" and PyTorch sees a GPU."""
-    return ext_base_name == "torch" and torch.cuda.is_available()
 
 
 def mpi_threads_supported() -> bool:
@@ -80,10 +66,3 @@ def ddl_built(verbose: bool = False) -> bool:
 
 
 ccl_built = ddl_built
-
-
-def env(**kwargs: str | None) -> Any:
-    """A context in which environment variables are set. None leaves a variable as it is."""
-    from unittest import mock
-
-    return mock.patch.dict(os.environ, {name: value for name, value in kwargs.items() if value is not None})

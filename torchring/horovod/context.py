@@ -228,11 +228,6 @@ def _hosts_with_local_rank(world: World) -> list[int]:
     return [number for number, ranks in enumerate(world.hosts) if len(ranks) > world.local_rank]
 
 
-def is_homogeneous() -> bool:
-    """True if all hosts have equally many processes."""
-    return len({len(ranks) for ranks in engine().world.hosts}) == 1
-
-
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a process set, on all ranks in the same order. Collective among all ranks, in the set or not.
 
@@ -275,11 +270,6 @@ def _check_dynamic() -> None:
             'process sets can change after hvd.init() only with hvd.init(process_sets="dynamic"), or with '
             "HOROVOD_DYNAMIC_PROCESS_SETS=1"
         )
-
-
-def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """id -> ranks of all registered process sets."""
-    return {number: list(known.ranks) for number, known in sorted(_sets.items())}
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

@@ -22,11 +22,3 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
 class HorovodVersionMismatchError(ImportError):
     """A framework has another version than the one that Horovod was built for. torchring never raises it: the name is
     for scripts that catch it."""
-
-    def __init__(self, name: str, version: str, installed_version: str) -> None:
-        super().__init__(f"built for {name} {installed_version}, found {name} {version}", name=name)
-        self.version = version
-        self.installed_version = installed_version
-
-    def __reduce__(self) -> "tuple[type[HorovodVersionMismatchError], tuple[str | None, str, str]]":
-        return type(self), (self.name, self.version, self.installed_version)

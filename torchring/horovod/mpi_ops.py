@@ -22,7 +22,6 @@ from torch import Tensor
 
 from torchring.dynamo import run_eagerly
 from torchring.gradients.group import OptimizerGroup
-from torchring.horovod import context as _basics
 from torchring.horovod.calls import Collective, Handle, check_reducible, check_tensors, form
 from torchring.horovod.compression import Compression
 from torchring.horovod.context import *  # noqa: F403 - horovod.torch.mpi_ops has these, too
@@ -40,8 +39,6 @@ __all__ = [
     "grouped_reducescatter_async", "join", "poll", "reducescatter", "reducescatter_async", "sparse_allreduce_async",
     "synchronize",
 ]  # fmt: skip
-
-is_homogeneous = _basics.is_homogeneous
 
 Average: Final = 0
 Sum: Final = 1
