@@ -17,7 +17,6 @@ from tests.support.training import values
 from torchring.elastic.worker import worker as workers
 from torchring.errors import GradientError, PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.horovod import elastic
-from torchring.horovod.elastic import state as states
 
 
 def trained(steps: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -65,53 +64,6 @@ def test_all_ranks_go_on_from_rank_0s_state_and_from_their_last_commit(rank: int
     assert state.model is replacement
     assert all(map(torch.equal, values(replacement), expected))
     assert state.spare is None
-    hvd.shutdown()
-
-
-def test_values_of_types_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Handler(states.StateHandler[set[int]]):
-        def save(self) -> None:
-            self.saved = {*self.value}
-
-        def restore(self) -> None:
-            self.value &= self.saved
-
-        def sync(self) -> None:
-            self.value.add(10)
-
-    before = states.get_handler_registry()
-    monkeypatch.setattr(states, "_registry", before)
-    states.set_handler_registry([(set, Handler), *before])
-    state = elastic.TorchState(seen=set())
-    monkeypatch.setattr(hvd, "broadcast_object", lambda obj, name: obj)
-    state.sync()
-    state.seen.add(11)
-    state.restore()
-    assert state.seen == {10}
-
-
-@ranks(2)
-def test_hosts_updated_is_raised_once_and_as_rank_0_was_told(rank: int) -> None:
-    """Each row: what the ranks are told before a commit, when, and whether they go on without sync, or nothing."""
-    hvd.init()
-    state = elastic.ObjectState()
-    removed, added = states.REMOVED, states.ADDED
-    told: list[tuple[list[tuple[float, int]], list[tuple[float, int]], bool | None]] = [
-        ([(1.0, removed)], [(1.0, added)], True),
-        ([], [], None),
-        ([(2.0, removed), (3.0, added)], [], False),
-        ([(3.0, added)], [], None),  # old news
-        ([], [(9.0, added)], None),
-    ]
-    for *announced, skips_sync in told:
-        for when, change in announced[rank]:
-            state.on_hosts_updated(when, change)
-        found = None
-        try:
-            state.commit()
-        except elastic.HostsUpdatedInterrupt as interrupt:
-            found = interrupt.skip_sync
-        assert found is skips_sync
     hvd.shutdown()
 
 

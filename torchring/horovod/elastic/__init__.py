@@ -21,12 +21,12 @@ context.py needs worker.py, which is here: so the modules of this folder import 
 up what they need when they are called.
 """
 
-from torchring.horovod.elastic.loop import run, run_fn
+from torchring.horovod.elastic.loop import run
 from torchring.horovod.elastic.sampler import ElasticSampler
 from torchring.horovod.elastic.state import ObjectState, State, TorchState
 from torchring.horovod.exceptions import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
 
 __all__ = [
     "ElasticSampler", "HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt", "ObjectState",
-    "State", "TorchState", "run", "run_fn",
+    "State", "TorchState", "run",
 ]  # fmt: skip

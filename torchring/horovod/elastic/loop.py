@@ -48,25 +48,18 @@ def run(func: Any = None, *, reset_limit: int | None = None) -> Any:
     if reset_limit is not None and reset_limit < 0:
         raise ValueError(f"reset_limit must be 0 or more, or None for no limit, got {reset_limit}")
     if func is None:
-        return lambda function: run_fn(function, _reset, reset_limit=reset_limit)
-    return run_fn(func, _reset, reset_limit=reset_limit)
-
-
-def run_fn(
-    func: _Function[_S, _P, _T], reset: Callable[[], object], *, reset_limit: int | None = None
-) -> _Function[_S, _P, _T]:
-    """`run`, with another way to start anew: `horovod.common.elastic.run_fn`."""
+        return functools.partial(run, reset_limit=reset_limit)
 
     @functools.wraps(func)
-    def wrapper(state: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def wrapper(state: State, /, *args: Any, **kwargs: Any) -> Any:
         worker = current_worker()
         with contextlib.nullcontext() if worker is None else worker.training():
-            return _run(state, functools.partial(func, state, *args, **kwargs), reset, reset_limit)
+            return _run(state, functools.partial(func, state, *args, **kwargs), reset_limit)
 
     return wrapper
 
 
-def _run(state: State, call: Callable[[], _T], reset: Callable[[], object], reset_limit: int | None) -> _T:
+def _run(state: State, call: Callable[[], _T], reset_limit: int | None) -> _T:
     worker = current_worker()
     num_resets = num_failures = 0
     num_commits = state._num_commits
@@ -74,7 +67,7 @@ def _run(state: State, call: Callable[[], _T], reset: Callable[[], object], rese
     while True:
         try:
             if needs_reset:
-                reset()
+                _reset()
                 state.on_reset()
                 needs_reset = False
             if worker is not None:

@@ -1,25 +1,17 @@
 """States of an elastic job, which survive a failure: a model, an optimizer, a sampler, and any other values."""
 
 import copy
-import queue
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 import torchring.horovod as hvd
 from torchring.elastic.worker.checkpoint import copy_of
 from torchring.horovod.elastic.sampler import ElasticSampler
-from torchring.horovod.elastic.worker import ADDED as ADDED
-from torchring.horovod.elastic.worker import NO_UPDATE as NO_UPDATE
-from torchring.horovod.elastic.worker import REMOVED as REMOVED
 from torchring.horovod.elastic.worker import agree, current_worker
 from torchring.horovod.exceptions import HostsUpdatedInterrupt
 from torchring.optimizer import DistributedOptimizer, rejoin
-
-_V = TypeVar("_V")
-_LATER_SECONDS: Final = 0.001  # than what was announced before: clocks of hosts differ
 
 
 class _Recoverable:
@@ -51,8 +43,6 @@ class State(_Recoverable):
     ) -> None:
         self._bcast_object = bcast_object or (lambda obj: hvd.broadcast_object(obj, name="elastic.state"))
         self._rank = get_rank or (lambda: hvd.rank())
-        self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
-        self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], object]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
@@ -60,15 +50,10 @@ class State(_Recoverable):
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Forget host changes that were announced, call `reset`, then the callbacks."""
-        self._host_messages = queue.SimpleQueue()
+        """Call `reset`, then the callbacks."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
-
-    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Announce a change of hosts for the next commit: 1 for removed, 2 for added, 3 for both. From any thread."""
-        self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
         """Save the state, and raise HostsUpdatedInterrupt if hosts have changed. Collective."""
@@ -80,24 +65,11 @@ class State(_Recoverable):
 
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt on all ranks if hosts have changed, or a rank was told to end. Collective."""
-        worker = current_worker()
-        before = latest = self._last_updated_timestamp
-        if worker is not None and (announced := worker.changes()):
-            self.on_hosts_updated(max(time.time(), before + _LATER_SECONDS), announced)
-        changes = NO_UPDATE
-        while not self._host_messages.empty():
-            timestamp, change = self._host_messages.get()
-            if timestamp > before:
-                latest = max(latest, timestamp)
-                changes |= change
-        if worker is None:
-            before, self._last_updated_timestamp, changes = self._bcast_object((before, latest, changes))
-        else:
-            said = agree("elastic.changes", latest > before, latest, changes & REMOVED, changes & ADDED)
-            before, changes = said[1] - said[0], int(said[2]) | int(said[3])
-            self._last_updated_timestamp = said[1]
-        if self._last_updated_timestamp > before:
-            raise HostsUpdatedInterrupt(skip_sync=changes == REMOVED)
+        if (worker := current_worker()) is None:
+            return  # ranks stay as they are
+        are_removed, are_added = agree("elastic.changes", *worker.changes())
+        if are_removed or are_added:
+            raise HostsUpdatedInterrupt(skip_sync=not are_added)
 
 
 class ObjectState(State):
@@ -134,44 +106,29 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
-class StateHandler(_Recoverable, Generic[_V]):
-    """Saves, restores and synchronises one value of a `TorchState`. The extension point for types of your own:
+class StateHandler(_Recoverable):
+    """Handles one value of a `TorchState`, which has state_dict() and load_state_dict()."""
 
-    set_handler_registry([*get_handler_registry(), (MyType, MyHandler)])
-    """
-
-    def __init__(self, value: _V) -> None:
+    def __init__(self, value: Any) -> None:
         self.value = value
-
-    def set_value(self, value: _V) -> None:
-        """Handle another value from now on, and save it."""
-        self.value = value
-        self.save()
-
-
-class _StateDictHandler(StateHandler[_V]):
-    """Handles a value with state_dict() and load_state_dict()."""
-
-    def __init__(self, value: _V) -> None:
-        super().__init__(value)
         self.save()
 
     def save(self) -> None:
-        self._saved = copy_of(self.value.state_dict())  # type: ignore[attr-defined]
+        self._saved = copy_of(self.value.state_dict())
 
     def restore(self) -> None:
         # A copy: optimizers go on to use tensors that they are given, and would change what is saved.
-        self.value.load_state_dict(copy_of(self._saved))  # type: ignore[attr-defined]
+        self.value.load_state_dict(copy_of(self._saved))
 
 
-class ModelStateHandler(_StateDictHandler[torch.nn.Module]):
+class ModelStateHandler(StateHandler):
     """Handles a module: its parameters and buffers."""
 
     def sync(self) -> None:
         hvd.broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
-class OptimizerStateHandler(_StateDictHandler[torch.optim.Optimizer]):
+class OptimizerStateHandler(StateHandler):
     """Handles an optimizer: its state and the options of its groups."""
 
     def sync(self) -> None:
@@ -182,35 +139,21 @@ class OptimizerStateHandler(_StateDictHandler[torch.optim.Optimizer]):
             rejoin(self.value)
 
 
-class SamplerStateHandler(_StateDictHandler[ElasticSampler]):
+class SamplerStateHandler(StateHandler):
     """Handles an ElasticSampler: epoch, and samples done."""
 
     def sync(self) -> None:
-        state = self.value.state_dict()
-        numbers = hvd.broadcast(torch.tensor(list(state.values()), device="cpu"), root_rank=0, name="elastic.sampler")
-        self.value.load_state_dict(dict(zip(state, numbers.tolist(), strict=True)))
+        self.value.load_state_dict(hvd.broadcast_object(self.value.state_dict(), name="elastic.sampler"))
 
     def reset(self) -> None:
         self.value.reset()
 
 
-_Registry = list[tuple[type, Callable[[Any], StateHandler[Any]]]]
-_registry: _Registry = [
-    (torch.nn.Module, ModelStateHandler),
-    (torch.optim.Optimizer, OptimizerStateHandler),
-    (ElasticSampler, SamplerStateHandler),
-]
-
-
-def get_handler_registry() -> _Registry:
-    """The (type, handler) pairs; the first type that fits a value counts. The list itself, not a copy."""
-    return _registry
-
-
-def set_handler_registry(registry: _Registry) -> None:
-    """Use `registry` in states that are made from now on."""
-    global _registry
-    _registry = registry
+_HANDLERS: Final[dict[type, type[StateHandler]]] = {
+    torch.nn.Module: ModelStateHandler,
+    torch.optim.Optimizer: OptimizerStateHandler,
+    ElasticSampler: SamplerStateHandler,
+}
 
 
 class TorchState(ObjectState):
@@ -223,16 +166,16 @@ class TorchState(ObjectState):
     `sync` also saves.
     """
 
-    _handlers: Mapping[str, StateHandler[Any]] = {}
+    _handlers: Mapping[str, StateHandler] = {}
 
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
         kwargs = {"model": model, "optimizer": optimizer, **kwargs}
-        handlers: dict[str, StateHandler[Any]] = {}
+        handlers: dict[str, StateHandler] = {}
         for name, value in kwargs.items():
             setattr(self, name, value)
-            if handler := next((handler for kind, handler in _registry if isinstance(value, kind)), None):
+            if handler := next((handler for kind, handler in _HANDLERS.items() if isinstance(value, kind)), None):
                 handlers[name] = handler(value)
         self._handlers = handlers
         super().__init__(**{name: value for name, value in kwargs.items() if name not in self._handlers})
@@ -259,7 +202,8 @@ class TorchState(ObjectState):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._handlers:
-            self._handlers[name].set_value(value)
+            self._handlers[name].value = value
+            self._handlers[name].save()
         super().__setattr__(name, value)
 
 

@@ -9,7 +9,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Final, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -22,11 +22,6 @@ from torchring.elastic.worker.worker import JobOverError, Worker, worker_of_proc
 from torchring.errors import TopologyError
 from torchring.rendezvous.environment import ELASTIC
 from torchring.world import World
-
-# What changed, as Horovod's launcher counts: bits that add up.
-NO_UPDATE: Final = 0
-REMOVED: Final = 1
-ADDED: Final = 2
 
 _worker: "ElasticWorker | None" = None  # of this process
 
@@ -89,12 +84,10 @@ class ElasticWorker:
             print(f"torchring: {over}", file=sys.stderr, flush=True)
             sys.exit(0 if self.elastic.num_steps < 0 else 1)  # 0: it came when the others had finished
 
-    def changes(self) -> int:
-        """The change that the driver has announced since this worker has joined: REMOVED, ADDED, or NO_UPDATE."""
+    def changes(self) -> tuple[bool, bool]:
+        """Whether this worker is to leave; and whether the driver has announced other changes since it has joined."""
         change = worlds.default_world().shared(MembershipChange)
-        if change.leaves:
-            return REMOVED
-        return ADDED if change.is_wanted else NO_UPDATE
+        return change.leaves, change.is_wanted and not change.leaves
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
