@@ -4,7 +4,6 @@ speak its protocol."""
 import contextlib
 import dataclasses
 import os
-import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ class Job:
 
     def __init__(self, hosts: str = "a:4", **limits: Any) -> None:
         self.now = 1000.0
-        self.coordinator = Coordinator(Limits(**{"size": 2, "max_size": 4, **limits}), self.now, self, random.Random(0))
+        self.coordinator = Coordinator(Limits(**{"size": 2, "max_size": 4, **limits}), self.now, self)
         self.started: list[tuple[int, str, int]] = []
         self.sent: list[tuple[int, int]] = []
         self.said: list[str] = []
@@ -464,10 +463,9 @@ def test_a_slot_is_left_out_for_longer_and_longer() -> None:
         job.beat(0, steps=1)
     assert delays[0] < 0.1
     shares = [delay / min(2**i, 8) for i, delay in enumerate(delays[1:])]
-    assert all(0.7 < share < 1.2 for share in shares)
-    assert len({round(share, 3) for share in shares}) > 2, "jitter"
+    assert all(0.9 < share < 1.2 for share in shares)
     assert {slot for _, _, slot in job.started[1:]} == {1}
-    assert any(said.startswith("slot 1 of a is left out for 1.") for said in job.said)
+    assert any(said.startswith("slot 1 of a is left out for 1.0 s") for said in job.said)
 
 
 def test_a_slot_whose_workers_make_steps_and_are_killed_is_used_at_once() -> None:

@@ -9,7 +9,6 @@ of all workers, a generation begins when all workers that were started have come
 ended, and without those that have not come 30 s after there were enough.
 """
 
-import random
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -40,10 +39,9 @@ class Coordinator:
         limits: the limits that the user sets.
         now: the time in seconds, of a clock that does not jump.
         hands: carries out what `tick` decides.
-        randomness: where the jitter of cooldowns comes from.
     """
 
-    def __init__(self, limits: Limits, now: float, hands: "Driver", randomness: random.Random | None = None) -> None:
+    def __init__(self, limits: Limits, now: float, hands: "Driver") -> None:
         self.limits = limits
         self.size = limits.size  # number of workers with which the job starts, known once there are hosts
         self.orders = Orders()  # what all workers are to hear
@@ -57,7 +55,7 @@ class Coordinator:
         self._workers: dict[int, WorkerRecord] = {}  # those whose processes run, and current ones
         self._num_started = 0
         self._num_started_anew = 0  # since all workers were started anew
-        self._cooldown = Cooldown(*limits.cooldown, randomness or random.Random())
+        self._cooldown = Cooldown(*limits.cooldown)
         self._losses = Losses()
 
         # The current generation

@@ -2,17 +2,14 @@
 
 A job may lose any number of workers, as long as its state gets further in between. Where workers fail again and again,
 the slot is left out, as by Horovod's blacklist with a cooldown. The first failure leaves the slot in use. The second
-failure in a row leaves the slot out for a second, the third for two, and so on up to ten minutes, each time with
-jitter: slots that fail for the same reason shall not all come back at the same moment.
+failure in a row leaves the slot out for a second, the third for two, and so on up to ten minutes.
 """
 
-import random
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 _LOSSES_PER_SLOT: Final = 3  # losses in a row without a new step, after which the script is taken to be wrong
 _FEWEST_SLOTS: Final = 4  # that this is counted for
-_JITTER: Final = 0.25  # of a delay is random
 
 Slot: TypeAlias = tuple[str, int]  # a host, and the number of the slot there
 
@@ -66,7 +63,6 @@ class Cooldown:
 
     shortest: float  # seconds for which a slot is left out after its second failure in a row
     longest: float  # the same, at most
-    randomness: random.Random = field(default_factory=random.Random)  # where the jitter comes from
     failures: dict[Slot, int] = field(default_factory=dict)  # in a row, by slot
     _until: dict[Slot, float] = field(default_factory=dict)
 
@@ -76,7 +72,6 @@ class Cooldown:
         if failures == 1:
             return 0.0
         delay = min(self.longest, self.shortest * 2.0 ** min(failures - 2, 40))
-        delay *= 1 - _JITTER * self.randomness.random()
         self._until[slot] = now + delay
         return delay
 
