@@ -29,22 +29,22 @@ def reading(path: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def create(path: Path, mode: int = 0o666) -> int:
+def create(path: Path) -> int:
     """A descriptor of a new file in place of an older one. Raises OSError, if `path` is no regular file, too."""
     _check(path)
     path.unlink(missing_ok=True)
-    return _new(path, mode)
+    return _new(path, 0o666)
 
 
 @contextlib.contextmanager
-def replacing(path: Path, mode: str = "wb", newline: str | None = None) -> Iterator[IO[Any]]:
+def replacing(path: Path, mode: str = "wb", newline: str | None = None, permissions: int = 0o666) -> Iterator[IO[Any]]:
     """A new file, which replaces an older one when the block ends without an error.
 
     Raises OSError, if `path` is no regular file, too.
     """
     _check(path)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    descriptor = _new(unfinished, 0o666)
+    descriptor = _new(unfinished, permissions)
     try:
         with open(descriptor, mode, newline=newline) as file:
             yield file
@@ -70,9 +70,9 @@ def warn_of_owner(folder: Path) -> None:
             )
 
 
-def _new(path: Path, mode: int) -> int:
+def _new(path: Path, permissions: int) -> int:
     warn_of_owner(path.parent)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, permissions)
 
 
 def _check(path: Path) -> None:

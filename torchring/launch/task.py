@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from torchring.launch.jobs import OWN_IMPORTS
 from torchring.rendezvous.environment import JOB, read_environment
-from torchring.safe_files import create, reading
+from torchring.safe_files import reading, replacing
 
 PROGRAM: Final = f"{OWN_IMPORTS}from torchring.launch.task import main; sys.exit(main(sys.argv[1]))"
 PAYLOAD: Final = "call"  # names of files in the folder
@@ -113,11 +113,8 @@ class Files:
 
     def write(self, name: str, data: bytes) -> None:
         """Complete, or not at all, and for this user's eyes only."""
-        part = self.folder / f".{name}"
-        with open(create(part, 0o600), "wb") as file:
-            file.write(self._sign(name, data))
-            file.write(data)
-        part.rename(self.folder / name)
+        with replacing(self.folder / name, permissions=0o600) as file:
+            file.write(self._sign(name, data) + data)
 
     def read(self, name: str) -> bytes:
         """What was written. Raises OSError, and RuntimeError for what somebody else has written."""
