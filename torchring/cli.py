@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import functools
 import importlib
 import os
 import re
@@ -17,7 +18,7 @@ from torchring.elastic.driver import options as elastic
 from torchring.elastic.driver.driver import start_elastic
 from torchring.launch import horovodrun
 from torchring.launch.arguments import Parser, did_you_mean, hosts_of, positive, setting, whole
-from torchring.launch.hosts import Host, LaunchError
+from torchring.launch.hosts import LaunchError
 from torchring.launch.launcher import LAUNCHERS, start
 from torchring.launch.output import OutputOptions
 from torchring.observe import TRACE
@@ -97,9 +98,7 @@ def _run_command(arguments: Sequence[str], program: Sequence[str] = ()) -> int:
     else:
         _keep_dashes(options, arguments)
     if options.script is None:
-        taken = [name for name in ("trace", "log_dir") if os.path.isfile(getattr(options, name) or "")]
-        hint = f": {getattr(options, taken[0])} was taken for --{taken[0].replace('_', '-')} DIR" if taken else ""
-        run.error(f"say which script to run{hint or ', as in `torchring run -np 4 train.py`'}")
+        run.error("say which script to run, as in `torchring run -np 4 train.py`")
     try:
         is_elastic = elastic.is_elastic(options)
     except LaunchError as error:
@@ -189,24 +188,16 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
         ssh_options = horovodrun.ssh_options_of(options.ssh_port, options.ssh_identity_file)
         if is_elastic:
             limits = elastic.limits_of(options)
-            sources = elastic.hosts_of(options, limits)
-            hosts: Sequence[Host] | None = sources.known
-        else:
-            hosts = hosts_of(options)
-        launcher = options.launcher
-        horovodrun.warn_of_ignored(options)
-        if options.trace is not None:
-            env[TRACE] = _empty_trace(options.trace)
-        if is_elastic:
-            if options.bind not in (None, "none"):
-                raise LaunchError("--bind is not for elastic jobs, whose processes change; bind them in the script")
-            code = start_elastic(command, limits, sources, env, output, ssh_options, launcher)
+            run = functools.partial(start_elastic, command, limits, elastic.hosts_of(options, limits))
         else:
             bind = options.bind or "auto"
-            code = start(command, options.num_proc, hosts, env, launcher, output, ssh_options=ssh_options, bind=bind)
-        hints = [] if code == 0 or code > 128 else [elastic.hint(options), horovodrun.hint(options, command[0])]
-        print(*(f"torchring run: {hint}\n" for hint in hints if hint), sep="", end="", file=sys.stderr, flush=True)
-        return code
+            run = functools.partial(start, command, options.num_proc, hosts_of(options), bind=bind)
+        if options.ignored:
+            names = ", ".join(dict.fromkeys(options.ignored))
+            print(f"torchring run: {names}: no meaning here, ignored", file=sys.stderr)
+        if options.trace is not None:
+            env[TRACE] = _empty_trace(options.trace)
+        return run(env=env, output=output, ssh_options=ssh_options, launcher=options.launcher)
     except LaunchError as error:
         print(f"torchring run: {error}", file=sys.stderr)
     return 2

@@ -621,7 +621,7 @@ def test_a_script_that_runs_is_killed_when_the_job_is_over(tmp_path: Path) -> No
 
 
 def test_the_store_listens_on_loopback_unless_others_can_come(tmp_path: Path) -> None:
-    hosts = hosts_module.fixed([Host("localhost", 2)])
+    hosts = hosts_module.Hosts(None, [Host("localhost", 2)])
     with contextlib.closing(Listener(hosts, "nonsense")) as listener:
         assert (listener.addresses, listener.socket.getsockname()) == (("127.0.0.1",), ("127.0.0.1", listener.port))
     hosts = hosts_module.from_script(script(tmp_path, "echo localhost:2"))
@@ -641,7 +641,7 @@ def test_a_message_that_is_none_is_one_clear_error() -> None:
 
 @pytest.mark.parametrize("key", [ORDERS, card_key(7)])
 def test_a_stranger_in_the_store_ends_the_job_with_one_sentence(key: str, capfd: pytest.CaptureFixture[str]) -> None:
-    listener = Listener(hosts_module.fixed([Host("localhost", 2)]))
+    listener = Listener(hosts_module.Hosts(None, [Host("localhost", 2)]))
     store = DriverStore(listener)
     store.add_worker(7)
     theirs = TCPStore("127.0.0.1", listener.port, is_master=False)

@@ -91,7 +91,7 @@ def test_hosts_are_filled_in_order_and_this_host_has_many_names() -> None:
     assert share_out(hosts, None) == [Host("a", 3), Host("b", 2), Host("c", 4)]
     assert share_out(hosts, 4) == [Host("a", 3), Host("b", 1)]
     assert share_out(hosts, 1) == [Host("a", 1)]
-    with pytest.raises(LaunchError, match="-np 10 is more than the 9 slots of a:3, b:2, c:4"):
+    with pytest.raises(LaunchError, match="10 processes are more than the 9 slots of a:3, b:2, c:4"):
         share_out(hosts, 10)
     assert all(map(is_here, ("localhost", "127.0.0.1", "[::1]", socket.gethostname())))
     assert not any(map(is_here, ("192.0.2.1", "torchring.invalid", "someone@localhost", "[2001:db8::1]")))

@@ -27,7 +27,7 @@ from torchring.elastic.driver import driver as drivers
 from torchring.elastic.driver import driver_store
 from torchring.elastic.driver.driver import Driver
 from torchring.elastic.driver.driver_store import DriverStore, Listener
-from torchring.elastic.driver.host_list import Hosts, fixed
+from torchring.elastic.driver.host_list import Hosts
 from torchring.elastic.driver.workers import Limits
 from torchring.launch.hosts import Host
 from torchring.launch.output import Output, OutputOptions
@@ -136,7 +136,7 @@ class ElasticJob:
         self._interface = interface
         self.pids: dict[int, int] = {}  # of all workers
         self._limits = Limits(size=size, **{"min_size": 1, "max_size": size, "cooldown": (0.05, 0.2), **limits})
-        self._hosts = hosts or fixed([Host("localhost", self._limits.max_size)])
+        self._hosts = hosts or Hosts(None, [Host("localhost", self._limits.max_size)])
         self._stack = contextlib.ExitStack()
         self.received: list[int] = []
         self.num_heartbeats = 0  # that reapers would have got

@@ -9,7 +9,6 @@ that have no meaning here give one warning that names them.
 
 import argparse
 import functools
-import importlib.util
 import os
 import re
 import sys
@@ -118,22 +117,6 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
     if options.horovod:
         env["PYTHONPATH"] = with_aliases({**os.environ, **env})["PYTHONPATH"]
     return env
-
-
-def hint(options: argparse.Namespace, script: str) -> str:
-    """For a script that has failed: a sentence if it imports a Horovod that is not there. Else empty."""
-    if options.horovod or importlib.util.find_spec("horovod") or not os.path.isfile(script):
-        return ""
-    if not re.search(rb"^\s*(import|from) horovod(\.torch|\s)", Path(script).read_bytes(), re.MULTILINE):
-        return ""
-    return f"{script} imports horovod: with --horovod, `import horovod.torch` finds torchring.horovod"
-
-
-def warn_of_ignored(options: argparse.Namespace) -> None:
-    """Name the options that have no meaning."""
-    if options.ignored:
-        names = ", ".join(dict.fromkeys(options.ignored))
-        print(f"torchring run: {names}: no meaning here, ignored", file=sys.stderr)
 
 
 def ssh_options_of(port: int | None, identity_file: str | None) -> list[str]:

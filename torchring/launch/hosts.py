@@ -126,7 +126,7 @@ def share_out(hosts: Sequence[Host], num_proc: int | None) -> list[Host]:
     left = total if num_proc is None else num_proc
     if left > total:
         offers = ", ".join(f"{name}:{offered}" for name, offered in slots.items())
-        raise LaunchError(f"-np {left} is more than the {total} slots of {offers}")
+        raise LaunchError(f"{left} processes are more than the {total} slots of {offers}")
     filled = []
     for name, offered in slots.items():
         if used := min(offered, left):

@@ -77,12 +77,20 @@ def start(
         raise LaunchError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
     if hosts is None:
         hosts = [Host("localhost", num_proc or 1)]
-    filled = as_this_host(share_out(hosts, num_proc))
-    launcher = _choose(filled, launcher)
+    hosts = as_this_host(share_out(hosts, num_proc))
+    launcher = _choose(hosts, launcher)
     if launcher == "local" and (trouble := why_no_loopback()):
         raise LaunchError(trouble)
-    env, output = {JOB: secrets.token_hex(16), **(env or {})}, output or OutputOptions()
-    jobs = _agents(filled, command, env, output, ssh_options, launcher, bind)
+    env = {JOB: secrets.token_hex(16), **(env or {})}
+    address, port = _rendezvous_endpoint(hosts) if len(hosts) > 1 else ("", 0)
+    how: dict[str, Any] = {"environ": os.environ, "silence": _SILENCE_SECONDS, "title": _AGENT_TITLE}
+    how |= {"ssh_options": ssh_options, "launcher": launcher}
+    jobs, size = [], sum(host.slots for host in hosts)
+    for number, host in enumerate(hosts):
+        first = sum(each.slots for each in hosts[:number])
+        output = output or OutputOptions()
+        plan = HostPlan(host.slots, first, size, len(hosts), number, host.name, address, port, output, bind)
+        jobs.append(host_job(host.name, [sys.executable, "-c", _AGENT, plan.to_json(), *command], env, **how))
     # The agents write log files and tags. Several agents may print parts of lines at the same time.
     return _supervise(jobs, open_output(OutputOptions()) if len(jobs) > 1 else None)
 
@@ -170,28 +178,6 @@ def _choose(hosts: Sequence[Host], launcher: str) -> str:
     if launcher == "kubectl":
         raise LaunchError("launcher 'kubectl' is for --elastic: pods do not know each other by their names")
     return launcher if launcher != "auto" else "ssh" if remote else "local"
-
-
-def _agents(
-    hosts: Sequence[Host],
-    command: Sequence[str],
-    env: Mapping[str, str],
-    output: OutputOptions,
-    ssh_options: Sequence[str] = (),
-    launcher: str = "ssh",
-    bind: str = "auto",
-) -> list[HostJob]:
-    """One job per host: an agent."""
-    address, port = _rendezvous_endpoint(hosts) if len(hosts) > 1 else ("", 0)
-    how: dict[str, Any] = {"environ": os.environ, "silence": _SILENCE_SECONDS, "title": _AGENT_TITLE}
-    how |= {"ssh_options": ssh_options, "launcher": launcher}
-    jobs = []
-    for number, host in enumerate(hosts):
-        first, size = (sum(each.slots for each in part) for part in (hosts[:number], hosts))
-        plan = HostPlan(host.slots, first, size, len(hosts), number, host.name, address, port, output, bind)
-        agent = [sys.executable, "-c", _AGENT, plan.to_json(), *command]
-        jobs.append(host_job(host.name, agent, env, **how))
-    return jobs
 
 
 def _rendezvous_endpoint(hosts: Sequence[Host]) -> tuple[str, int]:

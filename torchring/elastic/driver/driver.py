@@ -102,39 +102,28 @@ class _Process:
     is_noted: bool = False  # the coordinator knows
 
 
+@dataclass
 class Driver:
     """See `start_elastic`. The hands of its coordinator."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        limits: Limits,
-        hosts: Hosts,
-        env: Mapping[str, str],
-        output: Output,
-        ssh_options: Sequence[str],
-        listener: Listener,
-        launcher: str = "ssh",
-    ) -> None:
-        # How workers are started
-        self._command = command
-        self._max_size = limits.max_size
-        self._hosts = hosts
-        self._env = env
+    command: Sequence[str]
+    limits: Limits
+    hosts: Hosts
+    env: Mapping[str, str]
+    output: Output
+    ssh_options: Sequence[str]
+    listener: Listener
+    launcher: str = "ssh"
+
+    def __post_init__(self) -> None:
         self._environ = {  # a copy, because the driver sets variables for torch
             key: value for key, value in os.environ.items() if key not in _OTHERS and not key.startswith(_OTHERS_BEGIN)
         }
-        self._output = output
-        self._ssh_options = ["-o", f"ConnectTimeout={_CONNECT_SECONDS}", *ssh_options]
-        self._launcher = launcher
-
         # The workers
-        self._coordinator = Coordinator(limits, time.monotonic(), self)
+        self._coordinator = Coordinator(self.limits, time.monotonic(), self)
         self._processes: dict[int, _Process] = {}  # by number of the worker
         self._heartbeat_at = time.monotonic() + HEARTBEAT_SECONDS  # for reapers of other hosts
-
         # The store
-        self._listener = listener
         self._opening: Future[DriverStore] | None = None  # while torch is imported
         self._store: DriverStore | None = None
         self._num_signals = 0  # that the coordinator knows
@@ -150,7 +139,7 @@ class Driver:
                     return 1
                 if self._opening is None and self._processes:
                     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # workers that are killed are no news
-                    self._opening = executor.submit(DriverStore, self._listener)
+                    self._opening = executor.submit(DriverStore, self.listener)
                 self._sleep()
         return self._coordinator.code
 
@@ -172,9 +161,9 @@ class Driver:
         for number in received[self._num_signals :]:
             self._num_signals += 1
             self._coordinator.note_signal(number)
-        if self._hosts.known is not None:
-            self._coordinator.set_hosts(self._hosts.known)
-        for warning in self._hosts.take_warnings():
+        if self.hosts.known is not None:
+            self._coordinator.set_hosts(self.hosts.known)
+        for warning in self.hosts.take_warnings():
             self.say(warning)
         ended = [process for process in self._processes.values() if process.code is not None and not process.is_noted]
         self._look_at_processes(now)
@@ -249,24 +238,24 @@ class Driver:
         """Start a worker's process. A failure is an end of the process."""
         if self._store is not None:
             self._store.add_worker(worker)
-        (host, number), listener = slot, self._listener
+        (host, number), listener = slot, self.listener
         addresses = tuple(dict.fromkeys((*[listener.own_address] * is_here(host), *listener.addresses)))
         invitation = Invitation(worker, number, self._coordinator.size, addresses, listener.port, listener.secret, host)
-        slots = next((each.slots for each in self._hosts.known or () if each.name == host), 1)  # it may have left
+        slots = next((each.slots for each in self.hosts.known or () if each.name == host), 1)  # it may have left
         job = host_job(
             host,
-            [sys.executable, "-u", *self._command],
-            {**self._env, INVITATION: invitation.encode().decode(), "LOCAL_RANK": str(number)},
+            [sys.executable, "-u", *self.command],
+            {**self.env, INVITATION: invitation.encode().decode(), "LOCAL_RANK": str(number)},
             environ=self._environ,
-            sharing=max(1, min(slots, self._max_size)),
-            ssh_options=self._ssh_options,
-            launcher=self._launcher,
+            sharing=max(1, min(slots, self.limits.max_size)),
+            ssh_options=["-o", f"ConnectTimeout={_CONNECT_SECONDS}", *self.ssh_options],
+            launcher=self.launcher,
             silence=_SILENCE_SECONDS,
             patience=_PATIENCE_SECONDS,
         )
         process = self._processes[worker] = _Process(worker, job)
         try:
-            job.start(self._output, worker)
+            job.start(self.output, worker)
         except OSError as error:
             what = shlex.quote(str(error.filename or job.command[0]))
             self.say(f"cannot start worker {worker} on {host}: {what}: {error.strerror or error}")

@@ -91,11 +91,6 @@ class Hosts:
             self._is_closed.wait(_ASK_SECONDS)
 
 
-def fixed(hosts: Sequence[Host]) -> Hosts:
-    """Hosts that do not change. Asks the name service."""
-    return Hosts(None, hosts)
-
-
 def from_file(path: str) -> Hosts:
     """The hosts of a host file. Raises LaunchError if it cannot be read now."""
     return Hosts(lambda _: read_hostfile(path), read_hostfile(path))

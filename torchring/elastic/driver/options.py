@@ -4,12 +4,11 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Final
 
-from torchring.elastic.driver import host_list as hosts_module
-from torchring.elastic.driver.host_list import Hosts
+from torchring.elastic.driver.host_list import Hosts, from_file, from_script
 from torchring.elastic.driver.workers import UNLIMITED, Limits
 from torchring.launch import arguments
 from torchring.launch.arguments import duration, positive
-from torchring.launch.hosts import Host, LaunchError, is_here
+from torchring.launch.hosts import Host, LaunchError, is_here, share_out
 
 # Options that imply --elastic, as they do for horovodrun, and those that mean nothing without it.
 _IMPLYING: Final = ("min_np", "max_np", "discover")
@@ -55,14 +54,6 @@ def is_elastic(options: argparse.Namespace) -> bool:
     return False
 
 
-def hint(options: argparse.Namespace) -> str:
-    """For a job that has failed: which option has made it elastic, if --elastic has not. Else empty."""
-    implying = [f"--{name.replace('_', '-')}" for name in _IMPLYING if getattr(options, name) is not None]
-    if options.elastic or not implying:
-        return ""
-    return f"{' and '.join(implying)} made this an elastic job, whose script has to use torchring.elastic"
-
-
 def limits_of(options: argparse.Namespace) -> Limits:
     """The limits that the options set. Raises LaunchError for options that contradict each other."""
     num, least, most = options.num_proc, options.min_np or 1, options.max_np
@@ -76,6 +67,8 @@ def limits_of(options: argparse.Namespace) -> Limits:
     shortest, longest = options.blacklist_cooldown_range or Limits.cooldown
     if shortest > longest:
         raise LaunchError(f"--blacklist-cooldown-range takes the shorter time first, got {shortest:g} {longest:g}")
+    if options.bind not in (None, "none"):
+        raise LaunchError("--bind is not for elastic jobs, whose processes change; bind them in the script")
     if options.slots is not None and options.discover is None:
         raise LaunchError("--slots is for hosts that a discovery script prints: --discover SCRIPT")
     has_hosts = any((options.hosts, options.hostfile, options.discover, options.launcher == "srun"))
@@ -97,18 +90,13 @@ def limits_of(options: argparse.Namespace) -> Limits:
 def hosts_of(options: argparse.Namespace, limits: Limits) -> Hosts:
     """The hosts that the options name; without such options, this host. Raises LaunchError."""
     if options.hostfile is not None:
-        hosts = hosts_module.from_file(options.hostfile)
+        hosts = from_file(options.hostfile)
     elif options.discover is not None:
-        hosts = hosts_module.from_script(options.discover, options.slots or 1)
+        hosts = from_script(options.discover, options.slots or 1)
     else:
-        hosts = hosts_module.fixed(arguments.hosts_of(options) or [Host("localhost", limits.max_size)])
+        hosts = Hosts(None, arguments.hosts_of(options) or [Host("localhost", limits.max_size)])
     if hosts.known is not None and not hosts.may_change:
-        slots = sum(host.slots for host in hosts.known)
-        needed = limits.size if options.num_proc is not None else limits.min_size
-        if needed > slots:
-            flag = "-np" if options.num_proc is not None else "--min-np"
-            offers = ", ".join(f"{host.name}:{host.slots}" for host in hosts.known)
-            raise LaunchError(f"{flag} {needed} is more than the {slots} slots of {offers}")
+        share_out(hosts.known, limits.min_size if options.num_proc is None else limits.size)
     if options.launcher == "local":
         remote = [host.name for host in hosts.known or () if not is_here(host.name)]
         if remote or hosts.may_change:
