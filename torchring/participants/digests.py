@@ -1,14 +1,11 @@
 """Digests of tensors, by which ranks find out whether theirs are the same."""
 
-import zlib
 from collections.abc import Iterable
-from typing import Final
+from functools import cache
 
 import torch
 
 from torchring.memory.host import bytes_of
-
-_PIECE_WORDS: Final = 1 << 22
 
 
 def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -16,34 +13,29 @@ def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
     A device works its own out, and is waited for once.
     """
-    found = [_digest(t) if t.device.type == "cpu" else _digest_on_device(t) for t in tensors]
-    on_device = [digest for digest in found if isinstance(digest, torch.Tensor)]
-    fetched = iter(torch.stack(on_device).tolist() if on_device else [])
-    rows = [next(fetched) if isinstance(digest, torch.Tensor) else digest for digest in found]
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 2)
+    found = list(map(_digest, tensors))
+    rows = torch.empty(len(found), 2, dtype=torch.int64, device="cpu")
+    for device in {digest.device for digest in found}:
+        own = [i for i, digest in enumerate(found) if digest.device == device]
+        rows[own] = torch.stack([found[i] for i in own]).cpu()
+    return rows
 
 
-def _digest(parameter: torch.Tensor) -> tuple[int, int]:
-    """A sum, and Adler-32, which depends on the order. Runs at memory speed."""
-    data = _aligned_bytes(parameter)
-    words = data[: data.numel() // 8 * 8].view(torch.int64)
-    return int(words.sum()), zlib.adler32(memoryview(data.numpy()))  # type: ignore[arg-type]
-
-
-def _digest_on_device(parameter: torch.Tensor) -> torch.Tensor:
-    """[2] int64 on the device: a sum, and a sum of words times their positions. The host does not wait."""
-    data = _aligned_bytes(parameter)
-    words = data[: data.numel() // 8 * 8].view(torch.int64)
-    rest = data[words.numel() * 8 :].to(torch.int64)  # 0 to 7 bytes
-    digest = torch.zeros(2, dtype=torch.int64, device=data.device)
-    first = 1
-    for piece in (*torch.split(words, _PIECE_WORDS), rest):
-        places = torch.arange(first, first + piece.numel(), device=data.device)
-        digest += torch.stack([piece.sum(), (piece * places).sum()])  # modulo 2**64
-        first += piece.numel()
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """[2] int64 on the tensor's device: a sum, and a sum of words times their positions, modulo 2**64."""
+    data = bytes_of(tensor.detach().contiguous())
+    if len(data) % 8 or data.data_ptr() % 8 or data.storage_offset() % 8:
+        data = torch.nn.functional.pad(data, (0, -len(data) % 8))  # a copy
+    places = _places(data.device)
+    start, digest = 0, torch.zeros(2, dtype=torch.int64, device=data.device)
+    for piece in torch.split(data.view(torch.int64), len(places)):
+        total = piece.sum()
+        digest += torch.stack([total, (piece * places[: len(piece)]).sum() + total * start])
+        start += len(piece)
     return digest
 
 
-def _aligned_bytes(parameter: torch.Tensor) -> torch.Tensor:
-    data = bytes_of(parameter.detach().contiguous())
-    return data.clone() if data.data_ptr() % 8 or data.storage_offset() % 8 else data
+@cache
+def _places(device: torch.device) -> torch.Tensor:
+    """The positions of a piece: on the host a piece stays in cache, on a device it is worth a launch."""
+    return torch.arange(1, 1 + (1 << (16 if device.type == "cpu" else 22)), device=device)
