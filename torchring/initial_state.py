@@ -7,7 +7,7 @@ import io
 import pickle
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final, Protocol
 
@@ -175,7 +175,7 @@ def is_sharded(optimizer: object) -> bool:
 def check_sendable(stateful: Stateful) -> None:
     """Raise TypeError, with its place, for a value that `broadcast_state` could not send."""
     advice = "Leave it out, and restore it on all ranks after the with block"
-    _send(_name_of(stateful), outline_of(stateful.state_dict(), "", {}), _save_and_load, advice)
+    _send(_name_of(stateful), outline_of(stateful.state_dict(), {}), _save_and_load, advice)
 
 
 def broadcast_state(stateful: Stateful, src: int = 0, world: World | None = None) -> None:
@@ -198,7 +198,7 @@ def broadcast_state(stateful: Stateful, src: int = 0, world: World | None = None
         return result
 
     mine: dict[str, torch.Tensor] = {}
-    outline = outline_of(stateful.state_dict(), "", mine)
+    outline = outline_of(stateful.state_dict(), mine)
     own_data = together("send", lambda: _send(name, outline, save_plain))
     digest = hashlib.sha256(own_data + digests(mine.values()).numpy().tobytes()).digest()
     if len(set(collectives.all_gather_bytes(digest))) == 1:
@@ -206,7 +206,7 @@ def broadcast_state(stateful: Stateful, src: int = 0, world: World | None = None
     together("send", lambda: _send(name, outline, _save_and_load) if is_src else None)
     data = broadcast_bytes(collectives, own_data, src)
     wanted = mine if is_src else {}
-    state = together("read", lambda: None if is_src else fill_outline(load_plain(data), "", mine, wanted))
+    state = together("read", lambda: None if is_src else fill_outline(load_plain(data), mine, wanted))
     broadcast_together(collectives, wanted.values(), src)
     if not is_src and isinstance(stateful, Optimizer):
         keys = chain.from_iterable(group["params"] for group in state["param_groups"])
@@ -221,44 +221,49 @@ def _name_of(stateful: Stateful) -> str:
     return "optimizer" if isinstance(stateful, Optimizer) else type(stateful).__name__
 
 
-def outline_of(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+def mapped(value: Any, function: Callable[[str, Any], Any], place: str = "") -> Any:
+    """A copy of a state in which `function` replaces what is no dict, list or tuple, given the place of each.
+
+    A place is what Python writes: param_groups[0]['lr'].
+    """
+    if isinstance(value, dict):
+        items = {key: mapped(item, function, f"{place}[{key!r}]" if place else str(key)) for key, item in value.items()}
+        return type(value)(items) if type(value) in _DICTS else items
+    if type(value) in (list, tuple):
+        return type(value)(mapped(item, function, f"{place}[{i}]" if place else str(i)) for i, item in enumerate(value))
+    return function(place, value)
+
+
+def outline_of(state: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """A copy of a state_dict in which tensors have no values; those are put into `tensors`, by their place.
 
     Numpy's numbers become Python's, which weights_only loading accepts (a learning rate may well be an np.float64).
     """
-    if isinstance(value, dict):
-        items = {key: outline_of(item, _inside(place, key), tensors) for key, item in value.items()}
-        return type(value)(items) if type(value) in _DICTS else items
-    if type(value) in (list, tuple):
-        return type(value)(outline_of(item, _inside(place, i), tensors) for i, item in enumerate(value))
-    local = local_of(value)
-    is_plain = type(value) is torch.Tensor or local is not value
-    if is_plain and local.layout == torch.strided and is_movable(local.device):
-        tensors[place] = local.contiguous() if 0 in local.stride() else local  # an expanded one cannot be written
-        return tensors[place].to("meta")
-    return value.item() if isinstance(value, np.generic) else value
+
+    def outline(place: str, value: Any) -> Any:
+        local = local_of(value)
+        is_plain = type(value) is torch.Tensor or local is not value
+        if is_plain and local.layout == torch.strided and is_movable(local.device):
+            tensors[place] = local.contiguous() if 0 in local.stride() else local  # an expanded one cannot be written
+            return tensors[place].to("meta")
+        return value.item() if isinstance(value, np.generic) else value
+
+    return mapped(state, outline)
 
 
-def fill_outline(outline: Any, place: str, mine: Mapping[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Any:
+def fill_outline(outline: Any, mine: Mapping[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Any:
     """The state_dict of an outline; its tensors, also put into `wanted`, are this rank's own where they fit."""
-    if isinstance(outline, dict):
-        return type(outline)(
-            {key: fill_outline(item, _inside(place, key), mine, wanted) for key, item in outline.items()}
-        )
-    if type(outline) in (list, tuple):
-        return type(outline)(fill_outline(item, _inside(place, i), mine, wanted) for i, item in enumerate(outline))
-    if isinstance(outline, torch.Tensor) and outline.device.type == "meta":
+
+    def fill(place: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_meta:
+            return value
         own = mine.get(place)
-        if own is None or own.shape != outline.shape or own.dtype != outline.dtype:
-            own = torch.empty_like(outline, device="cpu")
+        if own is None or own.shape != value.shape or own.dtype != value.dtype:
+            own = torch.empty_like(value, device="cpu")
         wanted[place] = own
         return whole_of(own)
-    return outline
 
-
-def _inside(place: str, key: object) -> str:
-    """The place of an item, as Python writes it: param_groups[0]['lr']."""
-    return f"{place}[{key!r}]" if place else str(key)
+    return mapped(outline, fill)
 
 
 def save_plain(value: Any) -> bytes:
@@ -281,7 +286,9 @@ def _send(owner: str, outline: Any, send: Callable[[Any], Any], advice: str = _A
         return send(outline)
     except Exception as error:
         what, cause = f"the {owner}'s state", error
-    for place, value in _leaves(outline, ""):
+    leaves: list[tuple[str, Any]] = []
+    mapped(outline, lambda place, value: leaves.append((place, value)))
+    for place, value in leaves:
         try:
             send(value)
         except Exception as error:
@@ -291,14 +298,3 @@ def _send(owner: str, outline: Any, send: Callable[[Any], Any], advice: str = _A
     if isinstance(cause, pickle.UnpicklingError):  # whose own text takes a page
         reason = "torch.load(weights_only=True) does not accept it"
     raise TypeError(f"{what} cannot be sent to other ranks: {reason}. {advice}") from cause
-
-
-def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, _inside(place, key))
-    elif type(value) in (list, tuple):
-        for i, item in enumerate(value):
-            yield from _leaves(item, _inside(place, i))
-    else:
-        yield place, value

@@ -8,10 +8,11 @@ import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias
 
 import torch
 
+from torchring import initial_state
 from torchring.broadcasts import broadcast_bytes, broadcast_together
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import in_step, ranks_in_words
@@ -26,7 +27,6 @@ from torchring.world import World
 
 _ELEMENTS_AT_ONCE: Final = 2 << 20  # of parameters, whose state is broadcast
 
-_V = TypeVar("_V")
 Entry = dict[str, Any]  # the state of one parameter, or of a part of it
 Item: TypeAlias = tuple[int, int, int, Entry]  # index of a parameter, start and stop of its elements, their state
 
@@ -78,10 +78,10 @@ def _broadcast(world: World, items: Iterable[Item], src: int) -> Iterator[Item]:
                 break
         own: dict[str, torch.Tensor] = {}
         wanted: dict[str, torch.Tensor] = {}
-        outline = load_plain(broadcast_bytes(collectives, save_plain(outline_of(batch, "", own)), src))
+        outline = load_plain(broadcast_bytes(collectives, save_plain(outline_of(batch, own)), src))
         if not outline:
             return
-        batch = fill_outline(outline, "", own, wanted)
+        batch = fill_outline(outline, own, wanted)
         broadcast_together(collectives, wanted.values(), src)
         yield from batch
         del batch, own, wanted
@@ -216,13 +216,6 @@ def _fitting(shards: Shards, state_dict: Mapping[str, Any]) -> tuple[list[dict[s
     return [{k: v for k, v in group.items() if k != "params"} for group in groups], items
 
 
-def mapped(value: _V, function: Callable[[object, torch.Tensor], torch.Tensor], key: object = None) -> _V:
-    """A copy of a state in which `function` replaces the tensors, given the key of each."""
-    result: Any = value
-    if isinstance(value, torch.Tensor):
-        result = function(key, value)
-    elif isinstance(value, dict):
-        result = {name: mapped(item, function, name) for name, item in value.items()}
-    elif isinstance(value, (list, tuple)):
-        result = type(value)(mapped(item, function) for item in value)
-    return cast(_V, result)
+def mapped(state: Any, function: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of a state in which `function` replaces the tensors, given the place of each."""
+    return initial_state.mapped(state, lambda place, value: function(place, value) if torch.is_tensor(value) else value)

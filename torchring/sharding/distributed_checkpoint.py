@@ -131,6 +131,6 @@ def _parts(shards: Shards, index: int, outline: Entry, own: Sequence[Shard]) -> 
         result.origin = getattr(parameter, "offset", ())
         return result
 
-    if shards.kind is Kind.WHOLE:
-        return mapped(state[parameter] if own else outline, whole)
-    return mapped(outline, elements)
+    is_whole = shards.kind is Kind.WHOLE
+    parts: Entry = mapped(state[parameter] if is_whole and own else outline, whole if is_whole else elements)
+    return parts
