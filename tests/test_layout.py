@@ -20,7 +20,7 @@ ORDER = [
     "safe_files", "rendezvous", "accelerators", "memory", "world", "interruption", "default_world", "meeting",
     "transport", "collectives", "broadcasts", "allreduce", "optimizer_wrapper", "gradients", "participants", "devices",
     "compression",
-    "observe", "mesh", "alone", "initial_state", "connection", "groups", "adasum", "row_exchange", "functions", "norms",
+    "observe", "mesh", "alone", "initial_state", "connection", "groups", "adasum", "functions", "norms",
     "compiled", "optimizer", "sharding", "joining", "recipes", "monitoring", "launch", "data", "elastic", "horovod",
     "accelerate", "transformers", "lightning", "spark", "ray", "manifest", "doctor", "report", "cli", "__main__",
     "__init__", "bench",

@@ -14,7 +14,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     recipes/        optimizers, learning rates and metrics for large batches
     optimizer.py    wrap                                  connection.py              its place among the ranks
     norms.py        SyncBatchNorm                         functions.py, adasum.py    all_reduce, ... for scripts
-    initial_state.py   all ranks start alike              broadcasts.py, row_exchange.py   what rooms send
+    initial_state.py   all ranks start alike              broadcasts.py              what rooms send
     gradients/      from autograd to the optimizer's step
     compression/    fewer bytes between hosts
     devices/        the same on GPUs: streams, memory that GPUs share, all-reduces

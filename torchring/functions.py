@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, TypeVar, cast, get_args, overload
 
 import torch
 
-from torchring import adasum, row_exchange
+from torchring import adasum
 from torchring.accelerators import accelerator_of
 from torchring.broadcasts import broadcast_bytes, check_dense, check_writable
 from torchring.collectives import operations
@@ -207,7 +207,7 @@ def reduce_scatter(
     signature = signature_of("reduce_scatter", [tensor], f"op={op!r}")
     world = world_of(group)
     given = tensor, world.size, op, signature
-    return _dispatch("reduce_scatter", world, tensor, async_op, row_exchange.reduce_scatter, *given)
+    return _dispatch("reduce_scatter", world, tensor, async_op, operations.reduce_scatter, *given)
 
 
 @overload
@@ -257,7 +257,7 @@ def all_to_all(
 
     def operation(backend: Backend) -> Any:
         signature = signature_of("all_to_all", [tensor], any_rows=True)
-        parts, counts = row_exchange.all_to_all(backend, tensor, shares, signature)
+        parts, counts = operations.all_to_all(backend, tensor, shares, signature)
         return torch.cat(parts) if splits is None else (torch.cat(parts), counts)
 
     return _dispatch("all_to_all", world, tensor, async_op, operation)

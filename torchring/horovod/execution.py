@@ -24,7 +24,6 @@ from torchring.collectives.signature import signature_of
 from torchring.default_world import device
 from torchring.horovod.negotiation import BARRIER, Request, Response, dtype_of
 from torchring.rooms import room
-from torchring.row_exchange import all_to_all, even_shares, reduce_scatter
 
 Result = tuple[Sequence[torch.Tensor], Sequence[int]]
 """The tensors that a call of a collective returns, and numbers. Of allgather: the first of this rank's rows in each
@@ -170,7 +169,7 @@ def _all_to_all(plane: Plane, operation: Operation, response: Response) -> Resul
         counts = [response.requests[rank].splits[plane.rank] for rank in plane.ranks]
         return (tensor.new_empty(sum(counts), *tensor.shape[1:]),), counts
     signature = signature_of("alltoall", [tensor], any_rows=True)
-    parts, counts = all_to_all(plane.backend_for(response.first), tensor[: sum(splits)], splits, signature)
+    parts, counts = operations.all_to_all(plane.backend_for(response.first), tensor[: sum(splits)], splits, signature)
     return (torch.cat(parts),), counts
 
 
@@ -181,10 +180,10 @@ def _reduce_scatter(plane: Plane, operation: Operation, response: Response) -> R
         tensor = tensor.clone()
         scale(tensor, request.argument("prescale_factor"))
         if not tensor.shape[1:].numel():
-            results.append(tensor[: even_shares(len(tensor), size)[plane.rank]])
+            results.append(tensor[: operations.even_shares(len(tensor), size)[plane.rank]])
             continue
         op, signature = _reduction(request.argument("op"), tensor.dtype), signature_of("reducescatter", [tensor])
-        result = reduce_scatter(backend, tensor, size, op, signature)
+        result = operations.reduce_scatter(backend, tensor, size, op, signature)
         _complete(result, request, size)
         results.append(result)
     return tuple(results), ()
