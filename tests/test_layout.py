@@ -21,9 +21,9 @@ ORDER = [
     "transport", "collectives", "broadcasts", "allreduce", "optimizer_wrapper", "gradients", "participants", "devices",
     "compression",
     "observe", "mesh", "alone", "initial_state", "connection", "groups", "adasum", "functions", "norms",
-    "compiled", "optimizer", "sharding", "joining", "recipes", "monitoring", "launch", "data", "elastic", "horovod",
-    "accelerate", "transformers", "lightning", "spark", "ray", "manifest", "doctor", "report", "cli", "__main__",
-    "__init__", "bench",
+    "compiled", "optimizer", "sharding", "joining", "local_steps", "recipes", "monitoring", "launch", "data", "elastic",
+    "horovod", "accelerate", "transformers", "lightning", "spark", "ray", "manifest", "doctor", "report", "cli",
+    "__main__", "__init__", "bench",
 ]
 # fmt: on
 

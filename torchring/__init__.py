@@ -11,6 +11,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     data/           samplers and iterable data sets that ranks share, and that can stop anywhere
     joining.py      ranks with more data than others     cli.py, launch/, doctor/, report/, manifest/   the commands
     monitoring.py   figures for TensorBoard and others   compiled.py                a backend for torch.compile
+    local_steps/    ranks that step alone, and average every H steps
     recipes/        optimizers, learning rates and metrics for large batches
     optimizer.py    wrap                                  connection.py              its place among the ranks
     norms.py        SyncBatchNorm                         functions.py, adasum.py    all_reduce, ... for scripts
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from torchring.gradients.contract import Stats
     from torchring.initial_state import broadcast_optimizer_state, broadcast_parameters
     from torchring.joining import join
+    from torchring.local_steps.local_sgd import DiLoCo, LocalSGD
     from torchring.monitoring import metrics
     from torchring.norms import SyncBatchNorm, convert_sync_batchnorm
     from torchring.observe.recorder.writer import trace
@@ -89,11 +91,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "DistributedOptimizer", "GradientError", "PeerLostError", "PeerTimeoutError", "PlanMismatchError", "RingError",
-    "Stats", "SyncBatchNorm", "TopologyError", "Work", "all_gather", "all_gather_object", "all_reduce", "all_to_all",
-    "barrier", "broadcast", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "compile_backend",
-    "convert_sync_batchnorm", "ddp_hook", "device", "init", "is_initialized", "join", "local_rank", "local_size",
-    "metrics", "node_rank", "num_nodes", "rank", "reduce_scatter", "shutdown", "size", "trace", "wrap",
+    "DiLoCo", "DistributedOptimizer", "GradientError", "LocalSGD", "PeerLostError", "PeerTimeoutError",
+    "PlanMismatchError", "RingError", "Stats", "SyncBatchNorm", "TopologyError", "Work", "all_gather",
+    "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast", "broadcast_object",
+    "broadcast_optimizer_state", "broadcast_parameters", "compile_backend", "convert_sync_batchnorm", "ddp_hook",
+    "device", "init", "is_initialized", "join", "local_rank", "local_size", "metrics", "node_rank", "num_nodes", "rank",
+    "reduce_scatter", "shutdown", "size", "trace", "wrap",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # else any misspelt name would be of type Any
@@ -120,6 +123,7 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
         "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
         "gradients.contract": "Stats",
         "joining": "join",
+        "local_steps.local_sgd": "DiLoCo LocalSGD",
         "monitoring": "metrics",
         "norms": "SyncBatchNorm convert_sync_batchnorm",
         "optimizer": "DistributedOptimizer wrap",

@@ -501,6 +501,7 @@ def _train_once(rank: int, world_size: int) -> None:
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm=algorithm)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
+        torchring.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), every=1).step()
         torchring.all_gather(torch.tensor([rank]))
         torchring.shutdown()
     del model, optimizer
