@@ -3,6 +3,7 @@
 The socket is there before torch is: workers can be started at once, and import torch while the driver does.
 """
 
+import contextlib
 import secrets
 import socket
 from datetime import timedelta
@@ -21,6 +22,7 @@ _LOOPBACK: Final = "127.0.0.1"
 _MOST_ADDRESSES: Final = 16
 _BACKLOG: Final = 1024  # workers may connect before torch is there
 _TIMEOUT: Final = timedelta(seconds=60)
+_KEPT: Final = 2  # generations whose keys stay
 
 
 class Listener:
@@ -102,13 +104,19 @@ class DriverStore:
         return list(self._store.multi_get(every))[: len(keys)]
 
     def tell(self, orders: Orders) -> None:
-        """Tell the workers, also those that are opening a world that is broken."""
+        """Tell the workers, also those that are opening a world that is broken. The keys of old generations go."""
         if orders == self._told:
             return
         self._set(ORDERS, orders.encode())
         if orders.how != self._told.how:
             error = PeerLostError(orders.how, peers=orders.lost)
             self._set(f"{world_prefix(orders.broken)}/gave_up", encode_error(error))
+        if (old := orders.generation - _KEPT) >= 1:
+            begin = f"{world_prefix(old)}/"
+            with contextlib.suppress(RuntimeError):
+                for key in self._server.list_keys():
+                    if key.startswith(begin):
+                        self._server.delete_key(key)
         self._told = orders
 
     def _set(self, key: str, value: bytes) -> None:
