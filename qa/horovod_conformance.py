@@ -5,8 +5,7 @@
     make horovod-conformance HOROVOD_SRC=path ARGS="-k allreduce_grad"    the ids that contain this
 
 Each test runs in processes of its own, one per rank, under the aliases of torchring/horovod/aliases.py, with a
-time-out. It has passed if no rank has failed, or left something behind. Exit code 1 if a test failed or hung. Modules
-that the tests import are taken from the checkout, but for horovod.torch and those that go with it.
+time-out. It has passed if no rank has failed, or left something behind. Exit code 1 if a test failed or hung.
 
 torch.optim.Muon is hidden from tests that try all optimizers: Muon refuses parameters with one dimension, whichever
 library reduces them.
@@ -16,6 +15,7 @@ import argparse
 import ast
 import contextlib
 import functools
+import importlib
 import importlib.util
 import io
 import os
@@ -33,6 +33,7 @@ import torch
 
 import torchring.horovod
 import torchring.horovod.aliases
+import torchring.horovod.builds
 from tests.support.commands import free_port
 from tests.support.harness import RanksFailed, run_ranks
 from tests.support.mpi_job import MISSING, MpiJob
@@ -157,6 +158,11 @@ def _run_one(rank: int, size: int, name: str, checkout: Path) -> str:
     os.environ.update(with_aliases(os.environ))
     sys.path.insert(0, str(checkout))
     torchring.horovod.aliases.install()
+    # What the tests take from Horovod's launchers
+    importlib.import_module("horovod.runner").__path__ = [str(checkout / "horovod" / "runner")]
+    util: Any = torchring.horovod.builds
+    util._cache, util.extension_available = functools.cache, lambda name, verbose=False: name == "torch"
+    util.env = lambda **variables: unittest.mock.patch.dict(os.environ, variables)
     if importlib.util.find_spec("mock") is None:  # Horovod's tests import the package of that name
         sys.modules["mock"] = unittest.mock
     if hasattr(torch.optim, "Muon"):

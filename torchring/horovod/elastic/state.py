@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,26 +14,7 @@ from torchring.horovod.exceptions import HostsUpdatedInterrupt
 from torchring.optimizer import DistributedOptimizer, rejoin
 
 
-class _Recoverable:
-    """What can be saved, and brought back after a failure."""
-
-    def save(self) -> None:
-        """Copy the state to host memory."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Go back to what was saved last."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Give all ranks rank 0's state. Collective."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Adapt to the ranks that there are now. Does nothing here."""
-
-
-class State(_Recoverable):
+class State:
     """The parts that every state has: `horovod.common.elastic.State`. Subclasses say what is saved, and how."""
 
     _num_commits: int = 0
@@ -44,6 +25,21 @@ class State(_Recoverable):
         self._bcast_object = bcast_object or (lambda obj: hvd.broadcast_object(obj, name="elastic.state"))
         self._rank = get_rank or (lambda: hvd.rank())
         self._reset_callbacks: list[Callable[[], object]] = []
+
+    def save(self) -> None:
+        """Copy the state to host memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give all ranks rank 0's state, and save it. Collective."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt to the ranks that there are now. Does nothing here."""
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
         """Have `callbacks` called after each reset: init() has run, `sync` has not."""
@@ -99,61 +95,11 @@ class ObjectState(State):
     def sync(self) -> None:
         if self._saved_state:
             self._set_attributes(self._bcast_object({name: getattr(self, name) for name in self._saved_state}))
-            ObjectState.save(self)
+        self.save()
 
     def _set_attributes(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             setattr(self, name, value)
-
-
-class StateHandler(_Recoverable):
-    """Handles one value of a `TorchState`, which has state_dict() and load_state_dict()."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.save()
-
-    def save(self) -> None:
-        self._saved = copy_of(self.value.state_dict())
-
-    def restore(self) -> None:
-        # A copy: optimizers go on to use tensors that they are given, and would change what is saved.
-        self.value.load_state_dict(copy_of(self._saved))
-
-
-class ModelStateHandler(StateHandler):
-    """Handles a module: its parameters and buffers."""
-
-    def sync(self) -> None:
-        hvd.broadcast_parameters(self.value.state_dict(), root_rank=0)
-
-
-class OptimizerStateHandler(StateHandler):
-    """Handles an optimizer: its state and the options of its groups."""
-
-    def sync(self) -> None:
-        hvd.broadcast_optimizer_state(self.value, root_rank=0)
-
-    def reset(self) -> None:
-        if isinstance(self.value, DistributedOptimizer):
-            rejoin(self.value)
-
-
-class SamplerStateHandler(StateHandler):
-    """Handles an ElasticSampler: epoch, and samples done."""
-
-    def sync(self) -> None:
-        self.value.load_state_dict(hvd.broadcast_object(self.value.state_dict(), name="elastic.sampler"))
-
-    def reset(self) -> None:
-        self.value.reset()
-
-
-_HANDLERS: Final[dict[type, type[StateHandler]]] = {
-    torch.nn.Module: ModelStateHandler,
-    torch.optim.Optimizer: OptimizerStateHandler,
-    ElasticSampler: SamplerStateHandler,
-}
 
 
 class TorchState(ObjectState):
@@ -162,49 +108,56 @@ class TorchState(ObjectState):
         state = TorchState(model, optimizer, sampler=sampler, epoch=0)
 
     Modules, optimizers and samplers are changed in place by `restore` and `sync`; other values are replaced. Assigning
-    a module to `state.model` has that module handled, and saves it. Where Horovod leaves the last commit as it was,
-    `sync` also saves.
+    a module to `state.model` saves that module. Where Horovod leaves the last commit as it was, `sync` also saves.
     """
 
-    _handlers: Mapping[str, StateHandler] = {}
+    _saved_dicts: Mapping[str, Any] = {}  # of the modules, optimizers and samplers, by name
 
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
         kwargs = {"model": model, "optimizer": optimizer, **kwargs}
-        handlers: dict[str, StateHandler] = {}
         for name, value in kwargs.items():
             setattr(self, name, value)
-            if handler := next((handler for kind, handler in _HANDLERS.items() if isinstance(value, kind)), None):
-                handlers[name] = handler(value)
-        self._handlers = handlers
-        super().__init__(**{name: value for name, value in kwargs.items() if name not in self._handlers})
+        kinds = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler)
+        self._saved_dicts = {
+            name: copy_of(value.state_dict()) for name, value in kwargs.items() if isinstance(value, kinds)
+        }
+        super().__init__(**{name: value for name, value in kwargs.items() if name not in self._saved_dicts})
 
     def save(self) -> None:
-        for handler in self._handlers.values():
-            handler.save()
+        self._saved_dicts = {name: copy_of(getattr(self, name).state_dict()) for name in self._saved_dicts}
         super().save()
 
     def restore(self) -> None:
-        for handler in self._handlers.values():
-            handler.restore()
+        for name, saved in self._saved_dicts.items():
+            # A copy: optimizers go on to use tensors that they are given, and would change what is saved.
+            getattr(self, name).load_state_dict(copy_of(saved))
         super().restore()
 
     def sync(self) -> None:
-        for handler in self._handlers.values():
-            handler.sync()
-            handler.save()
+        for name in self._saved_dicts:
+            value = getattr(self, name)
+            if isinstance(value, torch.nn.Module):
+                hvd.broadcast_parameters(value.state_dict(), root_rank=0)
+            elif isinstance(value, torch.optim.Optimizer):
+                hvd.broadcast_optimizer_state(value, root_rank=0)
+            else:
+                value.load_state_dict(hvd.broadcast_object(value.state_dict(), name="elastic.sampler"))
         super().sync()
 
     def reset(self) -> None:
-        for handler in self._handlers.values():
-            handler.reset()
+        for name in self._saved_dicts:
+            value = getattr(self, name)
+            if isinstance(value, DistributedOptimizer):
+                rejoin(value)
+            elif isinstance(value, ElasticSampler):
+                value.reset()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._handlers:
-            self._handlers[name].value = value
-            self._handlers[name].save()
         super().__setattr__(name, value)
+        if name in self._saved_dicts:
+            self._saved_dicts = {**self._saved_dicts, name: copy_of(value.state_dict())}
 
 
 def _copied(value: Any) -> Any:
