@@ -186,27 +186,20 @@ def broadcast_state(stateful: Stateful, src: int = 0, world: World | None = None
     collectives = collectives_of(world)
     name = _name_of(stateful)
     is_src = world.rank == src
-
-    def together(verb: str, function: Callable[[], Any]) -> Any:
-        """The result of `function`. If it fails on any rank, all ranks raise."""
-        result, problem = None, None
-        try:
-            result = function()
-        except Exception as error:
-            problem = error
-        collectives.raise_together(problem, f"could not {verb} its {name}'s state")
-        return result
-
     mine: dict[str, torch.Tensor] = {}
     outline = outline_of(stateful.state_dict(), mine)
-    own_data = together("send", lambda: _send(name, outline, save_plain))
+    with collectives.together(f"could not send its {name}'s state"):
+        own_data = _send(name, outline, save_plain)
     digest = hashlib.sha256(own_data + digests(mine.values()).numpy().tobytes()).digest()
     if len(set(collectives.all_gather_bytes(digest))) == 1:
         return
-    together("send", lambda: _send(name, outline, _save_and_load) if is_src else None)
+    with collectives.together(f"could not send its {name}'s state"):
+        if is_src:
+            _send(name, outline, _save_and_load)
     data = broadcast_bytes(collectives, own_data, src)
     wanted = mine if is_src else {}
-    state = together("read", lambda: None if is_src else fill_outline(load_plain(data), mine, wanted))
+    with collectives.together(f"could not read its {name}'s state"):
+        state: Any = None if is_src else fill_outline(load_plain(data), mine, wanted)
     broadcast_together(collectives, wanted.values(), src)
     if not is_src and isinstance(stateful, Optimizer):
         keys = chain.from_iterable(group["params"] for group in state["param_groups"])
@@ -214,7 +207,9 @@ def broadcast_state(stateful: Stateful, src: int = 0, world: World | None = None
         for key, parameter in zip(keys, parameters_of(stateful), strict=False):
             if key in state["state"] and parameter is not whole_of(parameter):
                 state["state"][key] = parameter.state_of_whole(state["state"][key])
-    together("load", lambda: None if is_src else stateful.load_state_dict(state))
+    with collectives.together(f"could not load its {name}'s state"):
+        if not is_src:
+            stateful.load_state_dict(state)
 
 
 def _name_of(stateful: Stateful) -> str:

@@ -1,8 +1,9 @@
 """Sequences of collectives of a world, each in the order of its calls, blocking or not."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import torch
@@ -178,6 +179,16 @@ class Collectives:
         if others:
             text = f"rank {others[0]} {what}: {problems[others[0]].decode()}"
             raise self.world.note_members(in_step(PlanMismatchError(text, rank=self.world.rank, peers=others)))
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Inside, nothing is collective, and a rank may raise an error: then, at the end, all do (`raise_together`)."""
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        self.raise_together(problem, what)
 
     def barrier(self) -> None:
         self.run("barrier", lambda backend: backend.barrier(_BARRIER))

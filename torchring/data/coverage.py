@@ -77,13 +77,9 @@ def check(dataset: Sized, sampler: Iterable[Any], *, group: Group | None = None)
     inner: Any = sampler if isinstance(sampler, Sampler) else getattr(sampler, "sampler", sampler)  # of a BatchSampler
     world = world_of(inner._place.group if group is None and isinstance(inner, Sampler) else group)
     collectives = collectives_of(world)
-    mine, length, problem = torch.empty(0, dtype=torch.int64), 0, None
-    try:
+    with collectives.together("could not go through its samples"):
         length = len(dataset)
         mine = _samples(inner if isinstance(inner, Sampler) else sampler, length)
-    except Exception as error:
-        problem = error
-    collectives.raise_together(problem, "could not go through its samples")
     said = {name: getattr(inner, name, getattr(inner, f"_{name}", None)) for name in _SHOULD_AGREE}
     collectives.check_equal(
         [f"the length of the dataset: {length}", *(f"the sampler's {name}: {value}" for name, value in said.items())]

@@ -25,6 +25,7 @@ from torchring.sharding.shard_tensor import ShardTensor
 from torchring.sharding.step import Shards
 from torchring.world import World
 
+_CANNOT_LOAD: Final = "could not load its optimizer's state"
 _ELEMENTS_AT_ONCE: Final = 2 << 20  # of parameters, whose state is broadcast
 
 Entry = dict[str, Any]  # the state of one parameter, or of a part of it
@@ -106,17 +107,13 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None, src: int = 
     items: list[Item] = []
     groups: list[dict[str, Any]] = []
     own: dict[int, Entry] = {}
-    problem: Exception | None = None
-    if state_dict is not None:
-        try:
+    with collectives.together(_CANNOT_LOAD):
+        if state_dict is not None:
             groups, items = _fitting(shards, shards.adapted(dict(state_dict)))
             if missing:
                 items = [(i, start, stop, mapped(entry, _complete)) for i, start, stop, entry in items]
             else:
                 own = _cut(shards, items)
-        except Exception as error:
-            problem = error
-    collectives.raise_together(problem, "could not load its optimizer's state")
     if missing:
         groups = load_plain(broadcast_bytes(collectives, save_plain(groups), src))
         own = _cut(shards, _broadcast(world, items, src))
@@ -129,23 +126,20 @@ def _load_own(shards: Shards, groups: list[dict[str, Any]], own: dict[int, Entry
     for number, shard in enumerate(shards.shards):
         numbers[shards.group_of(shard.parameter)].append(number)
     groups = [{**group, "params": its} for group, its in zip(groups, numbers, strict=True)]
-    optimizer, problem = shards.optimizer, None
+    optimizer = shards.optimizer
     before = optimizer.state, optimizer.param_groups
     hooks = optimizer._optimizer_load_state_dict_pre_hooks
     with shards.under_way("load_state_dict()"):
         shards.put_shards()
         try:
             optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()  # they have seen the whole state
-            optimizer.load_state_dict({"state": own, "param_groups": groups})
-        except Exception as error:
-            problem = error
-        finally:
-            optimizer._optimizer_load_state_dict_pre_hooks = hooks
-        try:
-            internal_collectives_of(shards.world).raise_together(problem, "could not load its optimizer's state")
+            with internal_collectives_of(shards.world).together(_CANNOT_LOAD):
+                optimizer.load_state_dict({"state": own, "param_groups": groups})
         except BaseException:
             optimizer.state, optimizer.param_groups = before
             raise
+        finally:
+            optimizer._optimizer_load_state_dict_pre_hooks = hooks
     shards.guard_state()
 
 
