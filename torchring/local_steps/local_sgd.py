@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import zlib
 from collections.abc import Callable, Sequence
@@ -113,6 +114,8 @@ class LocalSGD(OptimizerWrapper):
         problem: Exception | None = None
         try:
             options.check()
+            if options.within is not None and world.is_provisional:
+                raise ValueError("within='host' does not work in an elastic job, whose hosts change")
             if isinstance(optimizer, (ConnectedOptimizer, LocalSGD)):
                 raise ValueError(
                     f"{kind} takes a plain optimizer, got a {type(optimizer).__name__}, which talks to other ranks "
@@ -148,7 +151,8 @@ class LocalSGD(OptimizerWrapper):
         self._version = 0  # of the outer parameters: how often a fragment has changed
         self._made = [0] * options.fragments  # inner steps since the fragment was sent
         self._feedback: dict[int, list[torch.Tensor]] = {}  # by fragment
-        self._under_way: dict[int, tuple[int, Future[Incoming]]] = {}  # fragment -> step that merges it, result
+        # By fragment: the step that merges it, the result, and how many inner steps were sent
+        self._under_way: dict[int, tuple[int, Future[Incoming], int]] = {}
         self._guests: Sequence[Participant] = ()
         self._start_from_outer(is_new=True)
         self._rejoin(world)
@@ -165,7 +169,7 @@ class LocalSGD(OptimizerWrapper):
         self._num_steps += 1
         self._made = [made + is_made for made in self._made]
         try:
-            for fragment, (due, _) in list(self._under_way.items()):
+            for fragment, (due, *_) in list(self._under_way.items()):
                 if due == self._num_steps:
                     self._merge(fragment)
             every, number = self._options.every, self._options.fragments
@@ -180,6 +184,8 @@ class LocalSGD(OptimizerWrapper):
 
     def synchronize(self) -> None:
         """Wait for what is sent in the background, and merge it. Sends nothing."""
+        if self._world.failure is not None or not self._world.is_open:
+            self._drop()
         for fragment in list(self._under_way):
             self._merge(fragment)
 
@@ -297,7 +303,7 @@ class LocalSGD(OptimizerWrapper):
         else:
             future = Future()
             future.set_result(self._collectives.run(what, exchange, mine, self._world.rank))
-        self._under_way[fragment] = self._num_steps + options.overlap, future
+        self._under_way[fragment] = self._num_steps + options.overlap, future, self._made[fragment]
         self._made[fragment] = 0
         if not options.overlap:
             self._merge(fragment)
@@ -352,13 +358,38 @@ class LocalSGD(OptimizerWrapper):
     # What torchring.elastic asks for
 
     def _rejoin(self, world: World | None = None, guests: Sequence[Participant] = ()) -> None:
-        """Collective: exchange with the ranks of another world from now on. What is under way is sent anew later."""
-        for fragment in self._under_way:  # of a world that is over
-            self._made[fragment] = self._options.every
-        self._under_way = {}
+        """Collective: exchange with the ranks of another world from now on. See `rejoin` of torchring.optimizer."""
+        self._drop()
         self._world, self._guests = world or default_world(), guests
         if not self._world.is_provisional:
             self._collectives: Collectives = self._world.shared(outer_collectives_of)
+
+    def _drop(self) -> None:
+        """Forget what is under way, in a world that is over: it is a part of the next deltas."""
+        for fragment, (*_, made) in self._under_way.items():
+            self._made[fragment] += made
+        self._under_way = {}
+
+    def _own_steps(self) -> dict[str, Any]:
+        """A copy of what only this rank has, for `_resume`."""
+        self._drop()
+        own = {"inner": self.optimizer.state_dict(), "feedback": self._feedback, "made": self._made}
+        return copy.deepcopy({**own, "version": self._version, "parameters": [p.detach() for p in self._names]})
+
+    @torch.no_grad()
+    def _resume(self, own: dict[str, Any] | None) -> None:
+        """After another rank's state was loaded: go on from own inner steps, or from the outer parameters.
+
+        The former if these steps began from the same outer parameters.
+        """
+        if own is None or own["version"] != self._version:
+            self._made = [0] * self._options.fragments
+            self._start_from_outer(is_new=False)
+            return
+        self.optimizer.load_state_dict(own["inner"])
+        self._feedback, self._made = own["feedback"], own["made"]
+        for parameter, value in zip(self._names, own["parameters"], strict=True):
+            parameter.data.copy_(value)
 
 
 class DiLoCo(LocalSGD):

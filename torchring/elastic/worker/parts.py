@@ -10,6 +10,7 @@ import torch
 from torchring.elastic.worker.checkpoint import copy_of
 from torchring.gradients.validation import parameters_of
 from torchring.initial_state import broadcast_parameters, broadcast_state, check_broadcastable, check_sendable
+from torchring.local_steps.local_sgd import LocalSGD
 from torchring.optimizer import DistributedOptimizer, names_of
 from torchring.sharding.optimizer import ShardedOptimizer
 
@@ -34,7 +35,9 @@ class Parts:
     def __init__(self, owner: object, given: Mapping[str, Any]) -> None:
         self._owner = owner
         self.modules = {name: each for name, each in given.items() if isinstance(each, torch.nn.Module)}
-        self.optimizers = {name: each for name, each in given.items() if isinstance(each, DistributedOptimizer)}
+        kinds = (DistributedOptimizer, LocalSGD)  # which has what is asked of the other here
+        self.optimizers: dict[str, DistributedOptimizer] = {n: o for n, o in given.items() if isinstance(o, kinds)}  # type: ignore[misc]
+        self.alone = [each for each in given.values() if isinstance(each, LocalSGD)]
         self.sharded = {n: each for n, each in self.optimizers.items() if isinstance(each, ShardedOptimizer)}
         rest = {name: each for name, each in given.items() if name not in {**self.modules, **self.optimizers}}
         methods = ("state_dict", "load_state_dict")
@@ -149,17 +152,22 @@ class Parts:
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(everything["optimizers"][name])
 
-    def share(self, src: int, *, parameters: bool) -> None:
+    def share(self, src: int, *, parameters: bool, keeps: bool = False) -> None:
         """Collective: give all ranks what rank `src` has, but for the state of optimizers with shard=True.
 
-        Without `parameters`, ranks have equal ones, and equal state of optimizers.
+        Without `parameters`, ranks have equal ones, and equal state of optimizers. With `keeps`, this rank keeps what
+        it has done since the last outer step (`LocalSGD`); else it begins from the outer parameters.
         """
+        alone = self.alone if parameters else []
+        own = [each._own_steps() if keeps else None for each in alone]
         broadcast_state(self, src)
         for module in self.modules.values():
             broadcast_parameters(module if parameters else dict(module.named_buffers()), src)
         for name, optimizer in self.optimizers.items():
             if parameters and name not in self.sharded:
                 broadcast_state(optimizer, src)
+        for each_alone, steps in zip(alone, own, strict=True):
+            each_alone._resume(steps)
 
 
 def _take_groups(optimizer: DistributedOptimizer, groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:

@@ -67,7 +67,7 @@ class State:
 
     Args:
         model: a module. Others may have other names.
-        optimizer: an optimizer that `torchring.wrap` has returned. Others may have other names.
+        optimizer: of `torchring.wrap`, LocalSGD or DiLoCo. Others may have other names.
         checkpoint: a folder. Rank 0 writes checkpoints there in the background, and a last one when the training
             function has returned. If all ranks were lost, or the job is started anew, the newest valid one is loaded,
             into any number of ranks.
@@ -303,17 +303,17 @@ class State:
         collectives_of(world).raise_together(problem, "could not give the others its state")
         are_equal = len({(row.progress, row.size) for row in rows}) == 1 and not (is_fresh or is_lost)
         if some_failed or not are_equal or not all(row.is_certain for row in rows):
-            self._receive(src, world.rank)
+            self._receive(src, world.rank, keeps=not self._is_fresh and not some_failed)
         else:  # a step that GradScaler has left out changes more than a forward does, but no parameter
             self._parts.share(src, parameters=False)
         return src
 
-    def _receive(self, src: int, rank: int) -> None:
-        """Give all ranks what rank `src` has. Collective."""
+    def _receive(self, src: int, rank: int, *, keeps: bool) -> None:
+        """Give all ranks what rank `src` has. Collective. `keeps`: see `Parts.share`."""
         # Rank `src` may be lost on the way. Then this rank may be the furthest, and has to have what it had.
         before = None if self._is_fresh or rank == src else self._parts.copy()
         try:
-            self._parts.share(src, parameters=True)
+            self._parts.share(src, parameters=True, keeps=keeps)
         except BaseException:
             if before is not None:
                 self._parts.become(before)
