@@ -1,14 +1,19 @@
 """Local steps are those of a simulation of all ranks in one process."""
 
+import copy
 import functools
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import torchring
-from tests.support.harness import ranks
+from tests.support.harness import ranks, run_ranks
+from tests.support.netns import needs_hosts, run_on_hosts
+from torchring.bench.netns import Network
+from torchring.errors import GradientError, PeerLostError, PlanMismatchError
 
 EVERY = 6
 NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -105,3 +110,194 @@ def test_averaging_in_each_step_is_averaging_gradients(rank: int) -> None:
     model, _ = train(rank, 5, lambda m: torchring.LocalSGD(sgd(m.parameters()), m, every=1))
     wrapped, _ = train(rank, 5, lambda m: torchring.wrap(sgd(m.parameters()), m))
     assert is_close(model, [p.detach() for p in wrapped.parameters()])
+
+
+def feedback_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 60), nn.Tanh(), nn.Linear(60, 1)).to(dtype)
+
+
+@ranks(2)
+def test_what_codes_lose_is_sent_later(rank: int) -> None:
+    """Gradients are constant, so after many outer steps the mean is that of full precision; without feedback not."""
+    found = {}
+    for kind in ("full", "coded", "forgets"):
+        model = feedback_model()
+        before = [p.detach().clone() for p in model.parameters()]
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        plain = functools.partial(torch.optim.SGD, lr=1.0)
+        optimizer = torchring.DiLoCo(sgd, model, every=2, outer=plain, bits=None if kind == "full" else 2)
+        generator = torch.Generator().manual_seed(rank)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        for _ in range(40):
+            optimizer.step()
+            if kind == "forgets":
+                optimizer._feedback.clear()
+        assert are_alike(model)
+        found[kind] = (next(model.parameters()) - before[0]).detach()
+    errors = {kind: float((found[kind] - found["full"]).norm() / found["full"].norm()) for kind in found}
+    assert errors["coded"] < 0.15 < 0.3 < errors["forgets"]
+
+
+@ranks(2)
+def test_muon_16_bits_complex_buffers_and_a_scaler(rank: int) -> None:
+    """Two optimizers of one model; parameters of several dtypes; a GradScaler that leaves out steps of one rank."""
+    torch.manual_seed(rank)  # the model of rank 0 is everybody's
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    both = [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(others, lr=0.05)]
+    optimizers = [torchring.DiLoCo(each, model, every=3) for each in both]
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 3, gamma=0.5) for each in optimizers]
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=100)
+    for step in range(6):
+        loss = model(torch.randn(4, 8) + rank).square().mean()
+        scaler.scale(loss * (float("inf") if rank == 1 and step == 1 else 1.0)).backward()
+        scaler.unscale_(optimizers[0])
+        for each, scheduler in zip(optimizers, schedulers, strict=True):
+            scaler.step(each)
+            each.zero_grad()
+            scheduler.step()
+        scaler.update()
+    assert scaler.get_scale() == (8.0 if rank == 1 else 16.0)
+    assert optimizers[0].param_groups[0]["lr"] == 0.05 * 0.25
+    assert are_alike(model)
+    means = torchring.all_gather(torch.cat([model[1].running_mean, model[1].running_var])[None])
+    assert torch.equal(means[0], means[1])
+    assert abs(float(means[0, :8].mean())) > 1e-3
+    counts = torchring.all_gather(next(iter(both[1].state.values()))["step"].reshape(1))
+    assert counts.tolist() == [6, 5]  # rank 1 has left one out, and came to each exchange all the same
+
+    params = [nn.Parameter(torch.full((3,), 1.0 + rank, dtype=d)) for d in (torch.bfloat16, torch.complex64)]
+    optimizer = torchring.LocalSGD(torch.optim.SGD(params, lr=1.0), every=1)
+    params[0].grad, params[1].grad = torch.full_like(params[0], rank), torch.full_like(params[1], 2j * rank)
+    optimizer.step()
+    assert params[0].tolist() == [0.5] * 3  # all began with 1
+    assert params[1].tolist() == [1 - 1j] * 3
+
+
+@ranks(2)
+def test_checkpoints_go_on_where_they_were(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = lambda m: torchring.DiLoCo(ADAMW(m.parameters()), m, every=EVERY, fragments=2, overlap=1, bits=4)  # noqa: E731
+    whole, _ = train(rank, 20, make)
+    model, optimizer = train(rank, 11, make)
+    own = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    saved = copy.deepcopy(torchring.broadcast_object(own))
+    for state, is_same in ((own, True), (saved, rank == 0)):
+        again = make_model()
+        optimizer = make(again)
+        again.load_state_dict(state[1])
+        optimizer.load_state_dict(state[0])
+        for step in range(12, 21):
+            optimizer.zero_grad()
+            loss_of(again, rank, step).backward()
+            optimizer.step()
+        flat, expected = (torch.cat([p.detach().reshape(-1) for p in m.parameters()]) for m in (again, whole))
+        if state is own:
+            assert torch.equal(flat, expected) == is_same
+        optimizer.load_outer()
+        assert are_alike(again)
+    plain = ADAMW(again.parameters())
+    plain.load_state_dict(optimizer.state_dict())  # a script without torchring
+    with pytest.raises(TypeError, match="use state_dict"):
+        copy.deepcopy(optimizer)
+
+
+def refused(kind: type[Exception], text: str, function: Any) -> None:
+    with pytest.raises(kind, match=text):
+        function()
+
+
+@ranks(2)
+def test_mistakes_are_errors_on_all_ranks(rank: int) -> None:
+    def diloco(**options: Any) -> torchring.DiLoCo:
+        model = make_model()
+        return torchring.DiLoCo(ADAMW(model.parameters()), model, **{"every": 4, **options})
+
+    for options, text in (
+        ({"every": 0}, "every must be a whole number, at least 1, got 0"),
+        ({"every": 2.5}, "every must be a whole number"),
+        ({"fragments": 5}, "fragments must be a whole number, at least 1 and at most every=4, got 5"),
+        ({"overlap": 4}, "overlap=4 must be less than every=4"),
+        ({"bits": 8}, "bits must be 4, 2 or None"),
+        ({"alpha": 1.0}, "alpha must be"),
+    ):
+        refused(ValueError, text, lambda given=options: diloco(**given))
+        refused(
+            ValueError if rank else PlanMismatchError,
+            text if rank else "rank 1 could not make its DiLoCo: ValueError",
+            lambda given=options: diloco(**(given if rank else {})),
+        )
+    refused(PlanMismatchError, "every=4.*every=5|every=5.*every=4", lambda: diloco(every=4 + rank))
+    model = make_model()
+    wrapped = torchring.wrap(ADAMW(model.parameters()), model)
+    refused(ValueError, "within='host'", lambda: torchring.DiLoCo(wrapped, model, every=2))
+    wrapped.close()
+    for other, text in ((torch.zeros(2).long(), "is torch.int64, which"), (torch.eye(2).to_sparse(), "a dense tensor")):
+        parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(other, requires_grad=False)]
+        optimizer = torch.optim.SGD(parameters)
+        refused(ValueError, f"group0.param1 .*{text}", lambda o=optimizer: torchring.LocalSGD(o, every=2))
+    refused(ValueError, "add parameters before", lambda: diloco().add_param_group({"params": []}))
+
+    for optimizer, overlap in ((diloco(), 0), (diloco(overlap=1), 1)):
+        parameters = list(optimizer._names)
+        outer = [p.detach().clone() for p in optimizer._outer.values()]
+
+        def steps(number: int, optimizer: Any = optimizer) -> None:
+            for _ in range(number):
+                optimizer.step()
+
+        with torch.no_grad():
+            parameters[2].fill_(float("nan") if rank else 0.0)
+        steps(3 + overlap)
+        refused(GradientError, "2.weight is not finite on rank 1 after 4 inner steps", lambda: steps(1))
+        assert all(torch.equal(o, p) for o, p in zip(outer, optimizer._outer.values(), strict=True))
+        optimizer.load_outer()
+        with torch.no_grad():
+            optimizer._outer[parameters[1]].mul_(1.0 + rank)
+        refused(GradientError, "outer value of 0.bias is not the same.*rank 1 differ", lambda: steps(4))
+        optimizer._num_steps += 4 * rank
+        refused(PlanMismatchError, "rank 1 exchanges fragment 0 after inner step", lambda: steps(4))
+
+
+def test_a_rank_that_steps_less_often_is_an_error() -> None:
+    errors = run_ranks(_steps_less_often, 2)
+    assert "rank 1" in errors[0]
+    assert errors[1] == ""
+
+
+def _steps_less_often(rank: int, world_size: int) -> str:
+    model = make_model()
+    optimizer = torchring.LocalSGD(ADAMW(model.parameters()), model, every=4)
+    try:
+        for _ in range(4 - rank):
+            optimizer.step()
+    except PeerLostError as error:
+        return str(error)
+    return ""
+
+
+def test_alone_it_is_the_inner_optimizer() -> None:
+    model, optimizer = train(0, 7, lambda m: torchring.LocalSGD(ADAMW(m.parameters()), m, every=2))
+    plain, _ = train(0, 7, lambda m: ADAMW(m.parameters()))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert optimizer.step(lambda: loss_of(model, 0, 1).detach()) > 0
+    torchring.shutdown()
+
+
+@needs_hosts
+def test_within_hosts_gradients_are_averaged_in_each_step() -> None:
+    with Network(2) as network:
+        results = run_on_hosts(network, (2, 1), _train_within)
+    for found in results[1:]:
+        assert all(torch.equal(p, q) for p, q in zip(found[0], results[0][0], strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(results[0][1], results[1][1], strict=True))  # of one host
+    assert not torch.equal(results[0][1][0], results[2][1][0])
+
+
+def _train_within(rank: int, world_size: int) -> Any:
+    make = lambda m: torchring.DiLoCo(ADAMW(m.parameters()), m, every=2, within="host", bits=4)  # noqa: E731
+    even, _ = train(rank, 4, make)
+    odd, _ = train(rank, 5, make)
+    return [p.detach() for p in even.parameters()], [p.detach() for p in odd.parameters()]

@@ -94,6 +94,8 @@ class LocalSGD(OptimizerWrapper):
     """
 
     outer: Optimizer | None = None  # of DiLoCo, over the outer parameters
+    grad_scale: Any = 1.0  # GradScaler sets a tensor or None around a step,
+    found_inf: torch.Tensor | None = None  # and this one
 
     def __init__(
         self,
@@ -257,15 +259,12 @@ class LocalSGD(OptimizerWrapper):
 
     def _step_inner(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> tuple[Any, int]:
         """Returns the result of the step, and 1, or 0 if it was left out."""
-        scale, found = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
-            if found is not None and bool(found):
-                return None, 0
-            if scale is not None:
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            parameter.grad.div_(scale.to(parameter.grad.device))
+        if self.found_inf is not None and bool(self.found_inf):
+            return None, 0
+        if isinstance(self.grad_scale, torch.Tensor):
+            for parameter in self._names:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.grad_scale.to(parameter.grad.device))
         return self._step_wrapped(closure, *args, **kwargs), 1
 
     # Outer steps
