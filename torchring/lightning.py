@@ -225,7 +225,9 @@ class RingStrategy(DDPStrategy):
         self._close()
         super().setup_optimizers(trainer)
         plain, module = self.optimizers, self.lightning_module
-        if torchring.size() > 1 and not any(group["params"] for each in plain for group in _groups(each, module)):
+        own = set(module.parameters())  # Lightning's stand-in for no optimizer has none of them
+        parameters = (p for each in plain for group in each.param_groups for p in group["params"])
+        if torchring.size() > 1 and own.isdisjoint(parameters):
             raise ValueError(
                 f"{type(module).__name__}.configure_optimizers() has returned no optimizer, so no gradient would be "
                 f"reduced, and each of {torchring.size()} ranks would train alone. Return the optimizers"
@@ -349,12 +351,6 @@ class RingStrategy(DDPStrategy):
                 f"Lightning's {type(self.cluster_environment).__name__} says that the ranks 0 to {len(said) - 1} are "
                 f"{names}; start the script with `torchring run` or torchrun, and leave out plugins that set ranks"
             )
-
-
-def _groups(optimizer: Any, module: Any) -> list[dict[str, Any]]:
-    """The parameter groups that hold parameters of the module: Lightning's stand-in for no optimizer has none."""
-    own = set(module.parameters())
-    return [{"params": [p for p in group["params"] if p in own]} for group in optimizer.param_groups]
 
 
 pl.strategies.StrategyRegistry.register("torchring", RingStrategy, description="torchring, in place of DDP")

@@ -346,7 +346,7 @@ def test_mistakes(rank: int) -> None:
         (lambda: RingStrategy(compresion="bf16"),
          "TypeError: RingStrategy does not take compresion='bf16': its options are those of torchring.wrap"),
         (lambda: fit(kinds.Regression, RingStrategy(compression="fp8"))(),
-         "ValueError: compression must be one of None, 'fp16', 'bf16', got 'fp8'"),
+         "ValueError: compression must be None, 'fp16', 'bf16', 'int8'"),
         (fit(kinds.Regression, plugins=[Other()]),
          "TopologyError: Lightning's Other says that the ranks 0 to 1 are 0 of 2, 0 of 2"),
     )  # fmt: skip

@@ -27,8 +27,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
+from torchring import placement
 from torchring.launch.hosts import HostPlan, LaunchError
-from torchring.launch.jobs import bound, open_output
+from torchring.launch.jobs import open_output
 from torchring.launch.output import STDERR, STDOUT
 from torchring.launch.signals import noted_signals
 from torchring.rendezvous.addresses import is_for_other_hosts, resolve
@@ -113,7 +114,7 @@ def _run(plan: HostPlan, command: Sequence[str], store: Future[TCPStore], port: 
                 environ = _environ(plan, local_rank, port)
                 rank = int(environ["RANK"])
                 out, err = (output.pipe(stream, rank) for stream in (STDOUT, STDERR))
-                words = [*bound(plan.bind), sys.executable, "-u", *command]
+                words = [sys.executable, "-I", "-S", placement.__file__, plan.bind, sys.executable, "-u", *command]
                 ranks[rank] = subprocess.Popen(words, env=environ, stdout=out, stderr=err, start_new_session=True)
                 os.close(out)
                 os.close(err)

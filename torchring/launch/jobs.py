@@ -25,7 +25,6 @@ _SRUN: Final = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-no
 # may have the name of a module that the program needs: one of the user's, or, in /tmp, one of somebody else's.
 OWN_IMPORTS: Final = "import sys; path, sys.path = sys.path, [each for each in sys.path if each]; "
 _REAPER: Final = Path(__file__).with_name("reaper.py")
-_PLACEMENT: Final = Path(__file__).parents[1] / "placement.py"
 
 
 @dataclass
@@ -96,15 +95,17 @@ def host_job(
 
     Args:
         env: variables to set for the command.
-        environ: the other variables of a command on this host, and of one that srun starts. Through ssh, see
-            `_forwarded`.
+        environ: the other variables of a command on this host, and of one that srun starts. Through ssh, a command gets
+            PYTHONPATH, OMP_NUM_THREADS and HOROVOD_* of this process.
         silence, sharing, patience, title: of the reaper, see reaper.py. `silence` counts on other hosts only.
         ssh_options: arguments for ssh, such as -p and a port.
     """
     options = {"patience": patience, "title": title, "sharing": sharing}
     if is_here(name):
         return HostJob(name, list(command), {**environ, **env}, options=options)
-    settings = _forwarded(env)
+    names = ("PYTHONPATH", "OMP_NUM_THREADS")
+    own = {key: value for key, value in os.environ.items() if key in names or key.startswith("HOROVOD_")}
+    settings = {**own, **env}
     variables = json.dumps(settings).encode()  # may be secrets, which every user could read on a command line
     reaper = _reaper("0", silence=silence, environ=len(variables), **options)
     # Python may not start without these. `env` takes a path with "=" for a variable, `exec` in sh does not.
@@ -118,18 +119,6 @@ def host_job(
     else:  # BatchMode, because ssh must not ask for a password: the reaper uses the standard input
         shell = ["ssh", "-o", "BatchMode=yes", *ssh_options, name]
     return HostJob(name, [*shell, there], environ, is_remote=True, variables=variables)
-
-
-def bound(mode: str) -> list[str]:
-    """The command that starts a rank where it is to run, up to the rank's own command. See `placement.py`."""
-    return [sys.executable, "-I", "-S", str(_PLACEMENT), mode]
-
-
-def _forwarded(env: Mapping[str, str]) -> dict[str, str]:
-    """`env`, and what other hosts get of this process's variables."""
-    names = ("PYTHONPATH", "OMP_NUM_THREADS")
-    own = {key: value for key, value in os.environ.items() if key in names or key.startswith("HOROVOD_")}
-    return {**own, **env}
 
 
 def _reaper(lifeline: str, **options: str | float | None) -> list[str]:

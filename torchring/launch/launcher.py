@@ -73,8 +73,6 @@ def start(
     Returns the exit code of the process that failed first (over ssh: on the host whose processes ended first), 128 + n
     if signal n ended it, or 0. Raises LaunchError if nothing was started.
     """
-    if launcher not in LAUNCHERS:
-        raise LaunchError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
     if hosts is None:
         hosts = [Host("localhost", num_proc or 1)]
     hosts = as_this_host(share_out(hosts, num_proc))

@@ -35,7 +35,6 @@ PATIENCE_SECONDS = 32.0  # the agent gives its ranks 30
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.2
-_YOUNG_SECONDS = 1.0  # a Python that is just starting would print a traceback at SIGINT, and has no ranks yet
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -64,7 +63,6 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, lambda number, _: received.append(number))
     signal.signal(signal.SIGCHLD, lambda number, _: None)  # wakes select
     try:
-        started = time.monotonic()
         stdin = subprocess.DEVNULL if lifeline == 0 else None
         process = subprocess.Popen(command, stdin=stdin, preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM))
     except OSError as error:
@@ -92,8 +90,7 @@ def main(arguments: list[str]) -> int:
             break
         stopping = [number for number in received if number in _STOPPING]
         if stopping and end == float("inf"):
-            is_young = time.monotonic() - started < _YOUNG_SECONDS
-            process.send_signal(signal.SIGTERM if is_young else stopping[0])
+            process.send_signal(stopping[0])
             end = time.monotonic() + patience
     code = process.poll()
     if title and code is not None and code < 0 and not received:

@@ -57,13 +57,13 @@ class CheckpointWriter:
         """True while a checkpoint is being written."""
         return self._last is not None and not self._last.done()
 
-    def write(self, step: int, state: dict[str, Any]) -> None:
+    def write(self, step: int, state: Mapping[str, Any]) -> None:
         """Write a checkpoint, after `step` finished steps, in the background. Returns at once.
 
-        The state belongs to the writer from now on: pass a copy. `torch.load(weights_only=True)` must be able to load
-        it: tensors, numbers, strings, and lists and dicts of them.
+        The state belongs to the writer until it is written: pass a copy. `torch.load(weights_only=True)` must be able
+        to load it: tensors, numbers, strings, and lists and dicts of them.
         """
-        self._last = self._thread.submit(functools.partial(self._try_to_write, step, state))
+        self._last = self._thread.submit(functools.partial(self._write, step, state))
 
     def flush(self, seconds: float) -> bool:
         """Wait until nothing is left to write. Returns False if something is, after that many seconds."""
@@ -73,29 +73,17 @@ class CheckpointWriter:
         """The process ends: wait until nothing is left to write, but not long."""
         self.flush(_EXIT_SECONDS)
 
-    def write_now(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Write a checkpoint, after those that are to be written. Returns its path.
-
-        Raises OSError if the disk is full, or the like; the directory is as before. Raises TypeError if the state holds
-        what `torch.load(weights_only=True)` would refuse.
-        """
-        self._last = future = self._thread.submit(functools.partial(self._write, step, state))
-        return future.result()
-
     # On the thread
 
-    def _try_to_write(self, step: int, state: Mapping[str, Any]) -> None:
+    def _write(self, step: int, state: Mapping[str, Any]) -> None:
         try:
-            self._write(step, state)
+            self.newest = _write(self.directory, step, state)
         except Exception as error:
             self._warn(f"no checkpoint at step {step} in {self.directory}", error)
-
-    def _write(self, step: int, state: Mapping[str, Any]) -> Path:
-        self.newest = _write(self.directory, step, state)
+            return
         with contextlib.suppress(OSError):
             for old in [path for number, path in _found(self.directory) if number < step][_KEPT - 1 :]:
                 old.unlink(missing_ok=True)
-        return self.newest
 
     def _warn(self, what: str, error: Exception) -> None:
         kind = error.errno if isinstance(error, OSError) else type(error)
@@ -156,26 +144,19 @@ def newest_step(directory: str | os.PathLike[str]) -> int | None:
     `newest` may load an older one: it also finds bits that have flipped.
     """
     for step, path in _found(directory):
-        with contextlib.suppress(OSError, zipfile.BadZipFile), reading(path) as file, _archive(file):
-            return step
+        with contextlib.suppress(OSError), reading(path) as file:
+            if zipfile.is_zipfile(file):
+                return step
     return None
-
-
-def _archive(file: BinaryIO) -> zipfile.ZipFile:
-    """Raises BadZipFile if the directory at the end of the file is missing or damaged."""
-    try:
-        return zipfile.ZipFile(file)
-    except Exception as error:  # of many kinds, where bits have flipped
-        raise zipfile.BadZipFile(f"it was not written to its end, or is damaged ({error})") from error
 
 
 def _check(file: BinaryIO) -> None:
     """Raises BadZipFile if the file is damaged."""
-    with _archive(file) as archive:
-        try:
+    try:
+        with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
-        except Exception as error:  # the same
-            raise zipfile.BadZipFile(f"it is damaged ({error})") from error
+    except Exception as error:  # of many kinds, where bits have flipped
+        raise zipfile.BadZipFile(f"it was not written to its end, or is damaged ({error})") from error
     if damaged:
         raise zipfile.BadZipFile(f"{damaged} in it is damaged")
     file.seek(0)

@@ -13,6 +13,7 @@ from torchring.elastic.worker.parts import FORMAT, Parts
 from torchring.world import World
 
 _EVERY: Final = timedelta(minutes=5)
+_LONGEST_WRITE: Final = 3600.0  # seconds
 
 _log = logging.getLogger("torchring.elastic")
 
@@ -86,18 +87,15 @@ class Saving:
                 writer.write(now, copy_of(everything))
 
     def save_now(self, everything: dict[str, Any] | None = None) -> str:
-        """Write a checkpoint, unless the newest has this step. Returns its path; "" on failure.
+        """Write a checkpoint, unless the newest has this step. Returns the path of the newest; "" if there is none.
 
         By default, it is of what `Parts.everything` returns now.
         """
         writer, steps = self._open(), self._parts.counters.steps
-        try:
-            writer.flush(60.0)
-            if self.newest_step() != steps:
-                writer.write_now(steps, self._parts.everything() if everything is None else everything)
-        except Exception as error:
-            _log.warning("no checkpoint was written to %s: %s", self.folder, error)
-            return ""
+        writer.flush(_LONGEST_WRITE)
+        if self.newest_step() != steps:
+            writer.write(steps, self._parts.everything() if everything is None else everything)
+            writer.flush(_LONGEST_WRITE)
         return str(writer.newest or "")
 
 
