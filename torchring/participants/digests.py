@@ -1,11 +1,14 @@
 """Digests of tensors, by which ranks find out whether theirs are the same."""
 
 from collections.abc import Iterable
-from functools import cache
+from typing import Final
 
 import torch
 
 from torchring.memory.host import bytes_of
+
+_HOST_PLACES: Final = torch.arange(1, 1 + (1 << 16), device="cpu")  # of the words of a piece, which stays in cache
+_DEVICE_WORDS: Final = 1 << 22  # of a piece, which is worth a launch
 
 
 def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -26,16 +29,11 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     data = bytes_of(tensor.detach().contiguous())
     if len(data) % 8 or data.data_ptr() % 8 or data.storage_offset() % 8:
         data = torch.nn.functional.pad(data, (0, -len(data) % 8))  # a copy
-    places = _places(data.device)
-    start, digest = 0, torch.zeros(2, dtype=torch.int64, device=data.device)
-    for piece in torch.split(data.view(torch.int64), len(places)):
-        total = piece.sum()
-        digest += torch.stack([total, (piece * places[: len(piece)]).sum() + total * start])
-        start += len(piece)
+    words = data.view(torch.int64)
+    places = _HOST_PLACES if data.is_cpu else torch.arange(1, 1 + _DEVICE_WORDS, device=data.device)
+    pieces = torch.split(words, len(places))
+    digest, *others = [torch.stack([piece.sum(), (piece * places[: len(piece)]).sum()]) for piece in pieces]
+    for i, other in enumerate(others, start=1):
+        digest += other
+        digest[1] += other[0] * (i * len(places))
     return digest
-
-
-@cache
-def _places(device: torch.device) -> torch.Tensor:
-    """The positions of a piece: on the host a piece stays in cache, on a device it is worth a launch."""
-    return torch.arange(1, 1 + (1 << (16 if device.type == "cpu" else 22)), device=device)
