@@ -124,6 +124,8 @@ class LocalSGD(OptimizerWrapper):
                     f"already; pass the plain one, and within='host' for torchring.wrap() on the ranks of each host"
                 )
             names = named_parameters(optimizer, model)
+            if options.fragments > len(names):
+                raise ValueError(f"fragments={options.fragments}, but the optimizer has {len(names)} parameters")
             for parameter, name in names.items():
                 _check_parameter(parameter, name)
             self._outer = {p: torch.nn.Parameter(_wide(p)) for p in names}
@@ -156,7 +158,7 @@ class LocalSGD(OptimizerWrapper):
         # By fragment: the step that merges it, the result, and how many inner steps were sent
         self._under_way: dict[int, tuple[int, Future[Incoming], int]] = {}
         self._guests: Sequence[Participant] = ()
-        self._start_from_outer(is_new=True)
+        self._is_new = True  # no step has been made, and no outer state loaded
         self._rejoin(world)
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -165,8 +167,11 @@ class LocalSGD(OptimizerWrapper):
         Returns what the step of the inner optimizer returns. Raises what the class says; the inner step is made then.
         """
         self._world.refuse_provisional("step()")
+        if not self._world.is_open:
+            raise ValueError(f"this {type(self).__name__} belongs to a world that was shut down; make another")
         for guest in self._guests:
             guest.before_backward()
+        self._follow_model()
         result, is_made = self._step_inner(closure, *args, **kwargs)
         self._num_steps += 1
         self._made = [made + is_made for made in self._made]
@@ -186,6 +191,7 @@ class LocalSGD(OptimizerWrapper):
 
     def synchronize(self) -> None:
         """Wait for what is sent in the background, and merge it. Sends nothing."""
+        self._follow_model()
         if self._world.failure is not None or not self._world.is_open:
             self._drop()
         for fragment in list(self._under_way):
@@ -241,7 +247,7 @@ class LocalSGD(OptimizerWrapper):
             outer.data.copy_(value)
         if self.outer is not None:
             self.outer.load_state_dict(own["optimizer"])
-        self._num_steps, self._version = own["steps"], own["version"]
+        self._num_steps, self._version, self._is_new = own["steps"], own["version"], False
         fits = len(own["made"]) == self._options.fragments
         self._made = list(own["made"]) if fits else [self._num_steps % self._options.every] * self._options.fragments
         is_own = fits and own["rank"] == self._world.rank and self._options.bits is not None
@@ -350,8 +356,14 @@ class LocalSGD(OptimizerWrapper):
             else:
                 _real(parameter.data).copy_(outer)
 
+    def _follow_model(self) -> None:
+        """The outer parameters are the model's before the first step: the script may have loaded them until then."""
+        if self._is_new:
+            self._start_from_outer(is_new=True)
+            self._is_new = False
+
     def _take_outer(self) -> None:
-        self._start_from_outer(is_new=True)
+        self._is_new = True
         self._num_steps, self._made, self._feedback = 0, [0] * self._options.fragments, {}
 
     # What torchring.elastic asks for
@@ -471,11 +483,14 @@ def _as_given(outer: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(parameters: list[torch.nn.Parameter], number: int) -> list[list[torch.nn.Parameter]]:
-    """Fragments of about equally many elements. May be empty where a parameter is large."""
-    total, before = sum(p.numel() for p in parameters) or 1, 0
-    fragments: list[list[torch.nn.Parameter]] = [[] for _ in range(number)]
-    for parameter in parameters:
-        middle = before + parameter.numel() // 2
-        fragments[min(number - 1, number * middle // total)].append(parameter)
+    """Fragments of about equally many elements, none of them empty."""
+    total, before = sum(p.numel() for p in parameters), 0
+    fragments: list[list[torch.nn.Parameter]] = [[]]
+    for i, parameter in enumerate(parameters):
+        is_full = before + parameter.numel() // 2 > total * len(fragments) / number
+        is_needed = len(parameters) - i <= number - len(fragments)  # or the last ones would be empty
+        if fragments[-1] and len(fragments) < number and (is_full or is_needed):
+            fragments.append([])
+        fragments[-1].append(parameter)
         before += parameter.numel()
     return fragments
