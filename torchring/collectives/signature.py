@@ -1,7 +1,6 @@
 """Signatures of collectives, and descriptions of plans, which ranks compare before they exchange bytes."""
 
 import functools
-import hashlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,11 +64,6 @@ def mismatch(rank: int, mine: Signature, other: int, theirs: bytes) -> PlanMisma
     message = f"rank {rank} called {mine} while rank {other} called {text}"
     error = PlanMismatchError(message, rank=rank, peers=(other,))
     return error if "backward" in (mine.operation, text.split("(")[0]) else in_step(error)
-
-
-def fingerprint(description: Sequence[str]) -> bytes:
-    """32 bytes that differ where descriptions differ."""
-    return hashlib.sha256(repr(list(description)).encode()).digest()
 
 
 def first_difference(descriptions: Sequence[Sequence[str]]) -> str:
