@@ -1,5 +1,6 @@
 """What a scheme does with one buffer, and what the scheme knows about the buffer."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
@@ -37,6 +38,11 @@ class Contents:
 
     def feedback_of(self, piece: Piece) -> torch.Tensor:
         return self.feedback[piece.begin : piece.end]
+
+    def clear_padding(self, tensor: torch.Tensor) -> None:
+        """Nobody writes to what lies between gradients, so a NaN there would stay. `tensor`: see `Codec`."""
+        for piece in self.pieces:
+            tensor[piece.end : math.ceil(piece.end / ROW) * ROW] = 0.0
 
 
 class Codec(Protocol):

@@ -80,6 +80,7 @@ class CustomCodec:
         for rank, (row, length) in enumerate(zip(everybody, lengths, strict=True)):
             total += self._decompressed(row[:length], rank, tensor)
         tensor.copy_(total)
+        self._contents.clear_padding(tensor)
 
     def prepare(self) -> None: ...
 

@@ -25,8 +25,8 @@ def ddp_hook(state: Any, hook: Callable[[Any, Any], torch.futures.Future[Any]]) 
         state = PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=10)
         optimizer = torchring.wrap(optimizer, model, compression=torchring.ddp_hook(state, powerSGD_hook))
 
-    The hook is called as by `register_comm_hook`, for each bucket in turn, in the thread that runs backward. That is so
-    on one host, too. Hooks send through torch.distributed's process group: the script's, or that of
+    The hook is called as by `register_comm_hook`, in the thread that runs backward, when the bucket before is reduced.
+    That is so on one host, too. Hooks send through torch.distributed's process group: the script's, or that of
     `torchring.init(process_group=True)`.
 
     Args:
@@ -102,6 +102,8 @@ class HookAllReduce(NativeAllReduce):
         self._hook = hook
         self._num_ranks = num_ranks
         self._buckets: dict[int, GradBucket] = {}  # by address of the wire
+        # What a hook does next waits in a thread of Gloo's, and Gloo has two: so buckets take turns.
+        self._last: _Work | None = None
 
     def lay_out(
         self, wires: Sequence[Any], plan: Plan, specs: Sequence[ParameterSpec], parameters: Any, *, num_kept: int
@@ -130,5 +132,8 @@ class HookAllReduce(NativeAllReduce):
                 "hooks of DistributedDataParallel send through torch.distributed's process group: call "
                 "torchring.init(process_group=True) first"
             )
+        if self._last is not None:
+            self._last.wait()
         bucket.wire = values.mul_(self._num_ranks)  # the hook divides by it
-        return _Work(self._hook.hook(self._hook.state, bucket), target)
+        self._last = _Work(self._hook.hook(self._hook.state, bucket), target)
+        return self._last

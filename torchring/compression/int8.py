@@ -94,6 +94,7 @@ class Int8Codec:
             is_exact[first:last] = [piece.is_vector] * (last - first)
         self._shares = [[_Run(*run) for run in share] for share in cut(is_exact, num_ranks)]
         self._place = place
+        self._contents = contents
         self._feedback = contents.feedback.view(-1, ROW)
         share_bytes = [
             sum((run.end - run.begin) * (ROW * 4 if run.is_exact else ROW + _SCALE_BYTES) for run in share)
@@ -135,6 +136,8 @@ class Int8Codec:
                     rows[run.begin : run.end] = part.exact[i]
                 else:
                     decode_rows(part.codes[i], part.scales[i], rows[run.begin : run.end])
+        if not all(scales.isfinite().all() for part in self._sent_parts for scales in part.scales):
+            self._contents.clear_padding(tensor)
 
     def prepare(self) -> None: ...
 
