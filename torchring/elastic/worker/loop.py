@@ -64,7 +64,9 @@ def run(function: _Function[_P, _T]) -> _Function[_P, _T]:
         if not isinstance(state, State):
             raise TypeError(f"the first argument must be a torchring.elastic.State, got {type(state).__name__}")
         call = functools.partial(function, state, *args, **kwargs)
-        worker = _worker()
+        worker = worker_of_process()
+        if worker is not None and not default_world().is_provisional:
+            raise RuntimeError("an elastic job has one training function; call all training from one function")
         with Signals([signal.SIGTERM] if worker is None else [signal.SIGTERM, signal.SIGINT]) as signals:
             if worker is None:
                 return _run_once(state, call, signals)
@@ -72,15 +74,6 @@ def run(function: _Function[_P, _T]) -> _Function[_P, _T]:
                 return _run(state, call, worker, signals)
 
     return wrapper
-
-
-def _worker() -> Worker | None:
-    worker = worker_of_process()
-    if worker is not None and not default_world().is_provisional:
-        raise RuntimeError(
-            "an elastic job has one training function, and this process has called one already; call both from one"
-        )
-    return worker
 
 
 def _run_once(state: State, call: Callable[[], _T], signals: "Signals") -> _T:

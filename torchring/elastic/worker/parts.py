@@ -76,13 +76,17 @@ class Parts:
         return [*lines, *(f"{name}: a value" for name in self._values)]
 
     def state_dict(self) -> dict[str, Any]:
+        places = self._places()  # a parameter that came past torchring has none. The next step refuses it.
         return {
-            "groups": {name: self._groups(each) for name, each in self.optimizers.items()},
+            "groups": {
+                name: [{**group, "params": [places.get(p, "") for p in group["params"]]} for group in each.param_groups]
+                for name, each in self.optimizers.items()
+            },
             "names": {
                 name: [names_of(each).get(parameter, "") for parameter in parameters_of(each)]
                 for name, each in self.optimizers.items()
             },
-            "requires_grad": {place: parameter.requires_grad for parameter, place in self._places().items()},
+            "requires_grad": {place: parameter.requires_grad for parameter, place in places.items()},
             "values": {name: getattr(self._owner, name) for name in self._values},
             "counters": {**vars(self.counters)},
             "others": {name: each.state_dict() for name, each in self.others.items()},
@@ -119,11 +123,6 @@ class Parts:
         for name, module in self.modules.items():
             places |= {parameter: f"{name}.{each}" for each, parameter in module.named_parameters()}
         return places
-
-    def _groups(self, optimizer: DistributedOptimizer) -> list[dict[str, Any]]:
-        # A parameter that came past torchring has no place. The next step refuses it.
-        places = self._places()
-        return [{**each, "params": [places.get(p, "") for p in each["params"]]} for each in optimizer.param_groups]
 
     def everything(self) -> dict[str, Any]:
         """The whole state as it is now, for a checkpoint. Collective if an optimizer has shard=True."""
