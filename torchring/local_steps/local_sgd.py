@@ -66,14 +66,10 @@ class LocalSGD(OptimizerWrapper):
         optimizer = torchring.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), model, every=8)
 
     It is a torch.optim.Optimizer, with the parameter groups and the state of the optimizer that it is given. Schedulers
-    count inner steps. Each rank reads data of its own. A rank whose GradScaler leaves steps out counts less in the
-    mean: weights are the numbers of inner steps made. All ranks call `step()` equally often. A number of calls that is
-    a multiple of `every` ends training with equal parameters.
-
-    With the parameters, ranks exchange running statistics such as those of BatchNorm, which become their mean over
-    ranks. Other buffers belong to their rank. The optimizer's own state (momentum) stays on its rank, too.
-
-    Before each exchange, ranks compare what they agreed on last, and how often they have stepped.
+    count inner steps. Each rank reads data of its own. All ranks call `step()` equally often. A rank whose GradScaler
+    leaves steps out counts less in the mean: weights are the numbers of inner steps made. Running statistics, such as
+    those of BatchNorm, become their mean over ranks in each exchange. Other buffers, and the optimizer's own state
+    (momentum), stay on their rank. Before each exchange, ranks compare what they agreed on last.
 
     Args:
         optimizer: a plain torch.optim.Optimizer. Its parameters are fp16, bf16, fp32, fp64 or complex, on the CPU or on
@@ -239,7 +235,8 @@ class LocalSGD(OptimizerWrapper):
         self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "local_steps"})
         own = state_dict.get("local_steps")
         if own is None:
-            self._take_outer()
+            self._is_new, self._num_steps, self._feedback = True, 0, {}
+            self._made = [0] * self._options.fragments
             return
         if len(own["parameters"]) != len(self._outer) or (own["optimizer"] is None) != (self.outer is None):
             raise ValueError(f"this state is of other parameters, or not of {type(self).__name__}")
@@ -289,8 +286,7 @@ class LocalSGD(OptimizerWrapper):
             deltas.append(delta.cpu())
         finite = [bool(delta.isfinite().all()) for delta in deltas]
         words["not_finite"] = self._names[parameters[finite.index(False)]] if False in finite else ""
-        num_parameters = sum(len(group["params"]) for group in self.param_groups)
-        is_same = num_parameters == len(self._names)
+        is_same = sum(len(group["params"]) for group in self.param_groups) == len(self._names)
         words["problem"] = "" if is_same else "has added parameters to its optimizer, which is too late"
         of_outer = digests(outer)
         words["digest"] = zlib.crc32(of_outer.numpy().tobytes())
@@ -316,7 +312,12 @@ class LocalSGD(OptimizerWrapper):
     @torch.no_grad()
     def _merge(self, fragment: int) -> None:
         """Take the outer step for a fragment, whose result has come, or is waited for."""
-        result = self._under_way.pop(fragment)[1].result()
+        _, future, made = self._under_way.pop(fragment)
+        try:
+            result = future.result()
+        except BaseException:
+            self._made[fragment] += made  # what was sent is a part of the next delta
+            raise
         parameters, keeps = self._fragments[fragment], self._options.alpha if self._options.overlap else 0.0
         for parameter, delta in zip(parameters, result.deltas, strict=True):
             own = self._outer[parameter]
@@ -361,10 +362,6 @@ class LocalSGD(OptimizerWrapper):
         if self._is_new:
             self._start_from_outer(is_new=True)
             self._is_new = False
-
-    def _take_outer(self) -> None:
-        self._is_new = True
-        self._num_steps, self._made, self._feedback = 0, [0] * self._options.fragments, {}
 
     # What torchring.elastic asks for
 
