@@ -208,8 +208,6 @@ def _program(script: str, is_module: bool) -> list[str]:
         return ["-m", script]
     if os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
         raise LaunchError(f"{script!r} is a directory without a __main__.py")
-    if script == "-":
-        raise LaunchError("several processes cannot read one script from standard input; save it to a file")
     if not os.path.exists(script):
         raise LaunchError(f"there is no script {script!r}")
     return [os.path.join(".", script) if script.startswith("-") else script]  # python would take it for an option

@@ -136,8 +136,6 @@ def _run(plan: HostPlan, command: Sequence[str], store: Future[TCPStore], port: 
     how = f"with exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
     if code == -signal.SIGKILL:
         how += " (`dmesg` says whether the host was short of memory)"
-    elif output.has_no_reader:
-        how += " (nobody reads its output any more, as in `| head`)"
     print(f"torchring run: rank {first} (pid {ranks[first].pid}{on}) failed first, {how}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from torchring.launch.arguments import number, whole
+from torchring.launch.arguments import whole
 
 _STARTUP: Final = Path(__file__).parent.parent / "horovod" / "startup"  # see horovod/aliases.py
 _MIB: Final = 2**20
@@ -38,11 +38,6 @@ def _timeline(text: str) -> str:
     return text if text.upper() == "DYNAMIC" else os.path.abspath(text)
 
 
-def _number(text: str) -> str:
-    number("a number, 0 or more", 0)(text)
-    return text
-
-
 def _megabytes(text: str) -> str:
     return str(whole("a whole number of megabytes, 0 or more", 0)(text) * _MIB)
 
@@ -60,10 +55,10 @@ _SETTINGS: Final[Mapping[str, tuple[Callable[[str], str], Sequence[str]]]] = {
     "--network-interface": (_interfaces, SOCKETS),
     "--timeline-filename": (_timeline, ["HOROVOD_TIMELINE"]),
     "--fusion-threshold-mb": (_megabytes, ["HOROVOD_FUSION_THRESHOLD"]),
-    "--cycle-time-ms": (_number, ["HOROVOD_CYCLE_TIME"]),
-    "--stall-check-warning-time-seconds": (_number, ["HOROVOD_STALL_CHECK_TIME_SECONDS"]),
-    "--stall-check-shutdown-time-seconds": (_number, ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]),
-    "--gloo-timeout-seconds": (_number, ["HOROVOD_GLOO_TIMEOUT_SECONDS"]),
+    "--cycle-time-ms": (str, ["HOROVOD_CYCLE_TIME"]),
+    "--stall-check-warning-time-seconds": (str, ["HOROVOD_STALL_CHECK_TIME_SECONDS"]),
+    "--stall-check-shutdown-time-seconds": (str, ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]),
+    "--gloo-timeout-seconds": (str, ["HOROVOD_GLOO_TIMEOUT_SECONDS"]),
     "--log-level": (str.upper, ["HOROVOD_LOG_LEVEL"]),
 }
 _SWITCHES: Final[Mapping[str, Mapping[str, str]]] = {

@@ -116,10 +116,9 @@ def _supervise(jobs: Sequence[HostJob], output: Output | None) -> int:
                         job.tell(0)
                 if running and not code:
                     time.sleep(_POLL_SECONDS)
-        except FileNotFoundError as error:
-            raise LaunchError(f"cannot start {error.filename}: it is not installed") from error
         except OSError as error:
-            raise LaunchError(f"cannot start the processes: {error.strerror or error}") from error
+            what = error.filename or "the processes"
+            raise LaunchError(f"cannot start {what}: {error.strerror or error}") from error
         finally:
             _end(started, received)
             if output is not None:

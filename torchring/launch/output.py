@@ -108,10 +108,6 @@ class Output:
         os.write(self._waker, b"+")
         return writing
 
-    @property
-    def has_no_reader(self) -> bool:
-        return self._targets[STDOUT].is_broken
-
     def start(self) -> None:
         self._thread.start()
 

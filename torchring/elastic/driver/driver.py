@@ -127,6 +127,7 @@ class Driver:
         self._opening: Future[DriverStore] | None = None  # while torch is imported
         self._store: DriverStore | None = None
         self._num_signals = 0  # that the coordinator knows
+        self._problem = ""  # of the hosts, that the user knows
 
     def run(self, received: Sequence[int]) -> int:
         """Run the job. Signals that this process gets are appended to `received`."""
@@ -163,8 +164,9 @@ class Driver:
             self._coordinator.note_signal(number)
         if self.hosts.known is not None:
             self._coordinator.set_hosts(self.hosts.known)
-        for warning in self.hosts.take_warnings():
-            self.say(warning)
+        before, self._problem = self._problem, self.hosts.problem
+        if self._problem not in ("", before):
+            self.say(self._problem)
         ended = [process for process in self._processes.values() if process.code is not None and not process.is_noted]
         self._look_at_processes(now)
         if self._store is None and self._opening is not None and self._opening.done():

@@ -38,7 +38,6 @@ class Hosts:
     ) -> None:
         self._ask = ask
         self.problem = ""  # why there is no newer answer; "" if there is
-        self._warnings: list[str] = []
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="torchring-hosts", daemon=True)
         self._here = ""  # the name of this host in the first answer that has it
@@ -61,23 +60,14 @@ class Hosts:
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
 
-    def take_warnings(self) -> list[str]:
-        """Warnings for the user, each once."""
-        warnings, self._warnings = self._warnings, []
-        return warnings
-
     def ask(self) -> None:
         """Ask once, and note the answer or the problem."""
         assert self._ask is not None
         try:
             self.known = self._merged(self._ask(self._is_closed))
-        except LaunchError as error:
-            if str(error) != self.problem:
-                kept = "" if self.known is None else "; the hosts known so far are kept"
-                self._warnings.append(f"{error}{kept}")
-            self.problem = str(error)
-        else:
             self.problem = ""
+        except LaunchError as error:
+            self.problem = f"{error}{'' if self.known is None else '; the hosts known so far are kept'}"
 
     def _merged(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
         """Each host once, and all names of this one as one host, which keeps its name: workers are known by it."""
