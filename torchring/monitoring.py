@@ -30,11 +30,13 @@ def metrics() -> dict[str, float]:
     those of the phases add up to `torchring_step_seconds`. The first call begins to record, unless the job is traced:
     there are no seconds before the next step, and samples and bytes count from there on. Steps count since `init()`; in
     an elastic job, since ranks have changed. The noise scale is left out as long as it is unknown or not finite, see
-    `Stats`. Optimizers of all groups of ranks count.
+    `Stats`; and so are errors of `compression`, see `Stats.compression_error`. Optimizers of all groups of ranks count.
 
         torchring_rank  torchring_world_size
         torchring_steps_total  torchring_samples_total  torchring_reduced_bytes_total
         torchring_batch_samples  torchring_noise_scale_samples
+        torchring_1d_compression_error_ratio  torchring_embedding_compression_error_ratio
+        torchring_matrix_compression_error_ratio
         torchring_steps_per_second  torchring_samples_per_second
         torchring_step_seconds  torchring_input_seconds  torchring_forward_seconds  torchring_backward_seconds
         torchring_exposed_communication_seconds  torchring_other_seconds  torchring_optimizer_seconds
@@ -52,6 +54,8 @@ def metrics() -> dict[str, float]:
     }
     if recorder.noise_scale is not None and math.isfinite(recorder.noise_scale):
         found |= {"batch_samples": recorder.batch_size, "noise_scale_samples": recorder.noise_scale}
+    for kind, share in recorder.compression_error.items():
+        found[f"{kind.lower().replace('-', '')}_compression_error_ratio"] = share
     steps = [decode(step) for step in recorder.last_steps(_NUM_STEPS)]
     if steps:
         seconds = sum(step.end - step.begin for step in steps) / 1e9

@@ -47,6 +47,7 @@ class Recorder(Observer):
         self.arrivals: deque[Arrivals] = deque(maxlen=NUM_ARRIVALS)  # of gradients, in a few backwards
         self.batch_size = 0.0  # samples of all ranks in a reduction
         self.noise_scale: float | None = None  # of gradients, in samples
+        self.compression_error: dict[str, float] = {}  # see `Stats`
         self.clock: list[ClockOffset] = []  # how this host's clock compares with that of rank 0's host, over time
         self._steps: deque[array[int]] = deque(maxlen=NUM_STEPS)
         self._samples: deque[tuple[int, int, str]] = deque(maxlen=_NUM_SAMPLES)
@@ -167,6 +168,7 @@ class Recorder(Observer):
             written_at=time.time(),
             batch_size=self.batch_size,
             noise_scale=-1.0 if self.noise_scale is None else self.noise_scale,
+            compression_error=self.compression_error,
             is_compiled=has_compiled(),
             groups=self.groups,
         )

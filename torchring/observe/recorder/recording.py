@@ -96,6 +96,7 @@ class ReductionRecording(Participant):
         self._note_plan()
         if (noise := self._reducer.noise) is not None:
             self._recorder.batch_size, self._recorder.noise_scale = noise.batch_size, noise.noise_scale
+        self._recorder.compression_error |= self._reducer.compression_error
 
     def _note_plan(self) -> None:
         """Write down how the buckets are laid out, and why, if that has changed."""

@@ -140,6 +140,7 @@ class RunInfo:
     overlap: str = "inline"
     batch_size: float = 0.0  # samples of all ranks in a reduction; 0 if unknown
     noise_scale: float = -1.0  # of gradients, in samples; infinite if noise hides the gradient, -1 if unknown
+    compression_error: dict[str, float] = field(default_factory=dict)  # see `Stats`
     is_compiled: bool = False  # torch.compile has compiled something
     options: dict[str, str] = field(default_factory=dict)  # other arguments of `wrap`, by name, as text
     parameters: tuple[ParameterRecord, ...] = ()  # of one optimizer after the other, in the order of registration

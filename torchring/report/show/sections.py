@@ -128,6 +128,9 @@ def _buckets(analysis: Analysis) -> Section:
     if len(rows) < len(analysis.buckets):
         title += f" (those {len(rows)} of {len(analysis.buckets)} that backward hides least)"
     late = tuple(f"{each.name} is late. {each.why}" for each in analysis.late_parameters[:_MAX_ROWS])
+    if errors := analysis.run_info.compression_error:
+        shares = ", ".join(f"{share:.2g} ({kind})" for kind, share in sorted(errors.items()))
+        late += (f"Compression changed gradients by these shares of their norm, when it was looked at last: {shares}.",)
     columns = ("bucket", "MB", "ready ms", "takes ms", "exposed ms", "MB/s", "parameters")
     return Section("buckets", title, late, columns, tuple(rows))
 
