@@ -280,11 +280,12 @@ class LocalSGD(OptimizerWrapper):
         words: dict[str, Any] = {"step": self._num_steps, "fragment": fragment, "made": self._made[fragment]}
         deltas = []
         for parameter, own in zip(parameters, outer, strict=True):
-            delta = _wide(parameter)
-            if self.outer is not None:  # from what this rank was given, which may be rounded
-                delta = _as_given(own, parameter).sub_(delta)
-            deltas.append(delta.cpu())
-        finite = [bool(delta.isfinite().all()) for delta in deltas]
+            if self.outer is None:
+                deltas.append(_wide(parameter).cpu())
+            else:  # from what this rank was given, which may be rounded
+                local = _real(parameter.detach())
+                deltas.append((own.detach().to(local.dtype).to(own.dtype) - local).cpu())
+        finite = [bool(delta.sum().isfinite()) or bool(delta.isfinite().all()) for delta in deltas]
         words["not_finite"] = self._names[parameters[finite.index(False)]] if False in finite else ""
         is_same = sum(len(group["params"]) for group in self.param_groups) == len(self._names)
         words["problem"] = "" if is_same else "has added parameters to its optimizer, which is too late"
@@ -472,11 +473,6 @@ def _wide(parameter: torch.Tensor) -> torch.Tensor:
     values = _real(parameter.detach())
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     return values.to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _as_given(outer: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The outer value as the parameter can hold it."""
-    return outer.detach().to(_real(parameter.detach()).dtype).to(outer.dtype, copy=True)
 
 
 def _cut(parameters: list[torch.nn.Parameter], number: int) -> list[list[torch.nn.Parameter]]:

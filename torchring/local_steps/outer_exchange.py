@@ -58,16 +58,16 @@ def exchange(backend: Backend, mine: Outgoing, rank: int) -> Incoming:
         return Incoming(words, _sum(backend, mine.deltas), buffers, None)
     sent = [delta.float() for delta in mine.deltas]
     if mine.feedback is not None:
-        sent = [delta + lost for delta, lost in zip(sent, mine.feedback, strict=True)]
+        torch._foreach_add_(sent, mine.feedback)
     shapes = [delta.shape for delta in sent]
-    means, lost = [torch.zeros_like(delta) for delta in sent], sent
+    means = [torch.zeros_like(delta) for delta in sent]
     codes = delta_codes.encode(sent, mine.bits)
     for other, data in enumerate(operations.all_gather(backend, codes)):
         decoded = delta_codes.decode(data, shapes, mine.bits)
         torch._foreach_add_(means, decoded, alpha=shares[other])
         if other == rank:
-            lost = list(torch._foreach_sub(sent, decoded))
-    return Incoming(words, means, buffers, lost)
+            torch._foreach_sub_(sent, decoded)  # what is lost
+    return Incoming(words, means, buffers, sent)
 
 
 def _sum(backend: Backend, deltas: list[torch.Tensor]) -> list[torch.Tensor]:
