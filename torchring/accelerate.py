@@ -89,7 +89,7 @@ class RingAccelerator(Accelerator):
         if self.ddp_handler is not None and self.ddp_handler.comm_hook != DDPCommunicationHookType.NO:
             raise ValueError(
                 f"comm_hook={self.ddp_handler.comm_hook} is for DistributedDataParallel, which RingAccelerator does "
-                "not add; to send 16 bits, pass wrap_options={'compression': 'bf16'} or 'fp16'"
+                "not add; pass wrap_options={'compression': 'bf16'}, or torchring.ddp_hook(state, hook) in its place"
             )
 
     @property

@@ -64,7 +64,7 @@ _INSTEAD: Final = {
     "broadcast_buffers": "use sync_buffers: 'rank0' is what DDP does by default, None is False",
     "bucket_cap_mb": "use bucket_mb",
     "group": "Lightning shares batches, and logs, over all ranks",
-    "ddp_comm_hook": "use compression='bf16' or 'fp16'",
+    "ddp_comm_hook": "use compression='bf16', or compression=torchring.ddp_hook(state, hook)",
     "timeout": "call torchring.init(timeout_seconds=...) before the Trainer is made",
 }
 _ADVICE: Final = (
