@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import torchring
 from tests.support.harness import ranks, run_ranks
 from tests.support.netns import needs_hosts, run_on_hosts
+from tests.support.training import attempt
 from torchring.bench.netns import Network
 from torchring.errors import GradientError, PeerLostError, PlanMismatchError
 
@@ -295,10 +296,21 @@ def test_within_hosts_gradients_are_averaged_in_each_step() -> None:
         assert all(torch.equal(p, q) for p, q in zip(found[0], results[0][0], strict=True))
     assert all(torch.equal(p, q) for p, q in zip(results[0][1], results[1][1], strict=True))  # of one host
     assert not torch.equal(results[0][1][0], results[2][1][0])
+    for found in results:  # a host counts by its ranks
+        torch.testing.assert_close(found[2], found[3], rtol=1e-10, atol=1e-12)
+        assert "2.weight is not finite on rank 2 after 6 inner steps" in found[4]
 
 
 def _train_within(rank: int, world_size: int) -> Any:
     make = lambda m: torchring.DiLoCo(ADAMW(m.parameters()), m, every=2, within="host", bits=4)  # noqa: E731
     even, _ = train(rank, 4, make)
-    odd, _ = train(rank, 5, make)
-    return [p.detach() for p in even.parameters()], [p.detach() for p in odd.parameters()]
+    odd, optimizer = train(rank, 5, make)
+    sgd = functools.partial(torch.optim.SGD, lr=0.05)
+    each, _ = train(rank, 3, lambda m: torchring.LocalSGD(sgd(m.parameters()), m, every=1, within="host"))
+    wrapped, _ = train(rank, 3, lambda m: torchring.wrap(sgd(m.parameters()), m))
+    found = [[p.detach().clone() for p in model.parameters()] for model in (even, odd, each, wrapped)]
+    with torch.no_grad():
+        odd[2].weight.fill_(float("nan") if rank == 2 else 0.0)
+    odd.zero_grad()
+    loss_of(odd, rank, 6).backward() if rank < 2 else None
+    return *found, attempt(optimizer.step)

@@ -15,14 +15,14 @@ import torch
 from torch.optim import Optimizer
 
 from torchring.broadcasts import check_dense, check_writable
-from torchring.collectives.service import Collectives, collectives_of
+from torchring.collectives.service import collectives_of
 from torchring.connection import ConnectedOptimizer
 from torchring.default_world import default_world
 from torchring.errors import RingError
 from torchring.gradients.reduction import Participant
 from torchring.gradients.validation import named_parameters
 from torchring.initial_state import copy_from
-from torchring.local_steps.outer_exchange import Incoming, Outgoing, exchange, outer_collectives_of
+from torchring.local_steps.outer_exchange import Incoming, Link, Outgoing
 from torchring.optimizer import wrap
 from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.participants.buffers import BufferSpec, buffer_specs
@@ -277,7 +277,8 @@ class LocalSGD(OptimizerWrapper):
         """Collective: exchange a fragment, now or in the background."""
         parameters, options = self._fragments[fragment], self._options
         outer = [self._outer[p] for p in parameters]
-        words: dict[str, Any] = {"step": self._num_steps, "fragment": fragment, "made": self._made[fragment]}
+        words: dict[str, Any] = {"step": self._num_steps, "fragment": fragment}
+        words["made"] = self._made[fragment] * self._link.num_ranks
         deltas = []
         for parameter, own in zip(parameters, outer, strict=True):
             if self.outer is None:
@@ -301,10 +302,10 @@ class LocalSGD(OptimizerWrapper):
         mine = Outgoing(words, names, of_outer.tolist(), deltas, flat, options.bits, feedback)
         what = f"the outer step of {type(self).__name__}"
         if options.overlap:
-            future = self._collectives.start(what, exchange, mine, self._world.rank)
+            future = self._link.collectives.start(what, self._link.exchange, mine)
         else:
             future = Future()
-            future.set_result(self._collectives.run(what, exchange, mine, self._world.rank))
+            future.set_result(self._link.collectives.run(what, self._link.exchange, mine))
         self._under_way[fragment] = self._num_steps + options.overlap, future, self._made[fragment]
         self._made[fragment] = 0
         if not options.overlap:
@@ -371,7 +372,7 @@ class LocalSGD(OptimizerWrapper):
         self._drop()
         self._world, self._guests = world or default_world(), guests
         if not self._world.is_provisional:
-            self._collectives: Collectives = self._world.shared(outer_collectives_of)
+            self._link = Link(self._world, between_hosts=self._options.within is not None)
 
     def _drop(self) -> None:
         """Forget what is under way, in a world that is over: it is a part of the next deltas."""
