@@ -221,14 +221,12 @@ def _benchmarks() -> dict[str, Path]:
 
 def _parser_of_bench() -> argparse.ArgumentParser:
     scripts = _benchmarks()
-    titles = {
-        name: (ast.get_docstring(ast.parse(file.read_text())) or "").partition(":")[0] for name, file in scripts.items()
-    }
+    docs = {name: ast.get_docstring(ast.parse(file.read_text())) or "" for name, file in scripts.items()}
     bench = Parser(
         prog="torchring bench",
         usage="torchring bench NAME ...",
         description="Run a benchmark. `torchring bench NAME --help` says what it does.",
-        epilog="\n".join(["benchmarks:", *(f"  {name:10} {re.split('[:.]', titles[name])[0]}" for name in titles)]),
+        epilog="\n".join(["benchmarks:", *(f"  {name:10} {re.split('[:.]', docs[name])[0]}" for name in docs)]),
     )
     bench.add_argument("name", nargs="?", choices=[*scripts], metavar="NAME", help="one of the benchmarks below")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the benchmark")

@@ -105,7 +105,7 @@ def test_modules_and_options_of_the_interpreter(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(os, "execve", lambda program, command, environ: started.append(" ".join(command[1:])))
     monkeypatch.setattr(subprocess, "_args_from_interpreter_flags", lambda: ["-X", "dev"])
     main(["-m", "training", "-m", "torchring.horovod"])
-    assert started.pop() == "-X dev -m training -m torchring.horovod"
+    assert started.pop() == "-X dev -u -m training -m torchring.horovod"  # -u: as capsys writes
     assert main([]) == 2
     assert not started
     assert "script.py" in capsys.readouterr().err

@@ -21,6 +21,7 @@ def main(arguments: Sequence[str]) -> int:
         print(__doc__, end="", file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    options += ["-u"] * getattr(sys.stdout, "write_through", False)  # which those lack
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *options, *arguments], with_aliases(os.environ))
 

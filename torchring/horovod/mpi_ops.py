@@ -51,16 +51,13 @@ _NAMES: Final = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", M
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
     """The op that two arguments ask for, of which `average` is the older one."""
+    if average is None:
+        return Average if op is None else op
     if op is not None:
-        if average is not None:
-            raise ValueError("give op or average, not both; average is deprecated")
-        return op
-    if average is not None:
-        warnings.warn(
-            "the argument average is deprecated; use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=5
-        )
-        return Average if average else Sum
-    return Average
+        raise ValueError("give op or average, not both; average is deprecated")
+    text = "the argument average is deprecated; use op=hvd.Average or op=hvd.Sum"
+    warnings.warn(text, DeprecationWarning, stacklevel=5)
+    return Average if average else Sum
 
 
 def _all(tensors: Sequence[Tensor], _: Sequence[int]) -> Any:
