@@ -7,25 +7,30 @@ Network namespaces of this machine stand in for hosts, which needs root and ipro
 have the given rate, but all ranks share the cores of one machine. Each rank has one thread. Rivals take turns,
 each with its own copy of the model:
     torchring        torchring.wrap(optimizer, model)
-    torchring bf16   the same with compression="bf16"
+    torchring bf16, int8, powersgd   the same with this compression, PowerSGD of rank 4
     ddp              DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     ddp fp16         the same with fp16_compress_hook
+    ddp powersgd     the same with powerSGD_hook of rank 4, in one bucket: the hook starts a bucket's second all-reduce
+                     on another thread, so with several buckets the order of all-reduces differs between ranks
     alone            no communication at all
 
-"busiest link" is what crosses it in one direction in a step, counted by the network interfaces of the hosts. It must
-be what the algorithm promises: in a ring of N ranks, 2(N-1)/N of the gradients' bytes. The wire floor is the time for
+"exposed" is the share of a step that communication adds to it. "busiest link" is what crosses it in one direction in a
+step, the mean of two, counted by the network interfaces of the hosts. It must be what the algorithm promises: in a
+ring of N ranks, 2(N-1)/N of the gradients' bytes, or of what is sent in their place. The wire floor is the time for
 these bytes at the link's nominal rate. No step takes less time, however much communication backward hides.
 
 All rivals must train alike. A few steps hardly change a loss, so the weights are compared: the distance of a rival's
 weights from torchring's at the end, divided by the distance that training moved torchring's. Rounding gradients to bf16
-changes them by at most 0.4 % per rank and hop, and the bound is 2 %. For ddp the bound is 0.1 %. "alone" shows the
-distance of a rival that reduces nothing.
+changes them by at most 0.4 % per rank and hop, and the bound is 2 %. Steps of int8 err by about 1 % of the gradient,
+which the next step makes up for: 2 %, too. For ddp the bound is 0.1 %. PowerSGD sends most of a gradient many steps
+later, so a few steps bound nothing: see `torchring bench quality`. "alone" is a rival that reduces nothing.
 """
 
 import argparse
 import functools
 import itertools
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -36,6 +41,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import torchring
@@ -45,13 +51,16 @@ from torchring.bench.models import MODELS
 from torchring.bench.netns import Network
 from torchring.bench.options import parser
 from torchring.bench.step import Trainer
-from torchring.gradients.plan import Compression
+from torchring.compression import PowerSGD
 
-ROUNDED = ("torchring bf16", "ddp fp16")
+RANK = 4  # of PowerSGD
 LARGEST_WEIGHT_DIFFERENCE = {
     "ddp": 1e-3,
     "torchring bf16": 2e-2,
+    "torchring int8": 2e-2,
     "ddp fp16": 2e-2,
+    "torchring powersgd": float("inf"),
+    "ddp powersgd": float("inf"),
     "alone": float("inf"),
 }
 MOST_HEADERS = 0.1  # bytes of headers, confirmations and small messages, for each byte of gradients
@@ -102,14 +111,29 @@ def measure_link(model: str, layout: Layout, rate: str, options: argparse.Namesp
 
 def check_bytes(row: dict[str, Any]) -> None:
     """Stop the run if other bytes crossed the busiest link than a rival's algorithm sends."""
+    shapes = [p.shape for p in MODELS[row["model"]]().model.parameters()]
     layout = Layout(*map(int, row["layout"].split("x")))
     for rival, found in row["link_bytes"].items():
         is_by_host = row["stats"].get(rival, {}).get("algorithm") == "hierarchical"
         senders = layout.hosts if is_by_host else layout.num_ranks
         copies = 0 if rival == "alone" else 2 * (senders - 1) / senders
-        expected = copies * row["bytes"] / (2 if rival in ROUNDED else 1)
+        columns = layout.ranks_per_host if is_by_host else 1
+        expected = copies * sum(payload_bytes(rival, shape, columns) for shape in shapes)
         if not -0.01 * expected <= found - expected <= MOST_HEADERS * expected + (1 << 18):
             raise SystemExit(f"a step of {rival} sent {found} bytes over the busiest link instead of {expected:.0f}")
+
+
+def payload_bytes(rival: str, shape: torch.Size, columns: int) -> float:
+    """What a rival sends for a gradient, where each of so many ranks of a host sends its part to the other hosts."""
+    numel, rows = shape.numel(), shape[0]
+    if rival.endswith("16"):
+        return 2 * numel
+    if rival.endswith("int8"):
+        return math.ceil(numel / 256) * (260 if len(shape) > 1 else 1024)
+    if rival.endswith("powersgd") and 2 * RANK * (rows + numel // rows) <= numel:
+        factors = RANK * (rows + columns * numel // rows)
+        return 2 * factors if rival == "torchring powersgd" else 4 * factors  # torchring's takes turns with the two
+    return 4 * numel
 
 
 def work(options: argparse.Namespace) -> int:
@@ -178,30 +202,30 @@ def busiest_link(train: Turn) -> int:
 
     before = counted()
     train()
-    return int((counted() - before).max())
+    train()
+    return int((counted() - before).max()) // 2
 
 
-def with_torchring(model: torch.nn.Module, compression: Compression | None = None) -> Trainer:
+def with_torchring(model: torch.nn.Module, compression: Any = None) -> Trainer:
     # All ranks have used the same seed, so the initial state is already the same.
     optimizer = torchring.wrap(step.sgd(model), model, compression=compression, sync_initial_state=False)
     return Trainer(model, optimizer, [])
 
 
-def with_torchring_bf16(model: torch.nn.Module) -> Trainer:
-    return with_torchring(model, "bf16")
-
-
-def with_ddp_fp16(model: torch.nn.Module) -> Trainer:
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp.register_comm_hook(None, fp16_compress_hook)
+def with_hook(model: torch.nn.Module, state: Any, hook: Any, bucket_mb: int | None = None) -> Trainer:
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+    ddp.register_comm_hook(state, hook)
     return Trainer(ddp, step.sgd(ddp), [])
 
 
 RIVALS: dict[str, Callable[[torch.nn.Module], Trainer]] = {
     "torchring": with_torchring,
-    "torchring bf16": with_torchring_bf16,
+    "torchring bf16": functools.partial(with_torchring, compression="bf16"),
+    "torchring int8": functools.partial(with_torchring, compression="int8"),
+    "torchring powersgd": lambda m: with_torchring(m, PowerSGD(rank=RANK, start=2)),
     "ddp": step.with_ddp,
-    "ddp fp16": with_ddp_fp16,
+    "ddp fp16": lambda m: with_hook(m, None, fp16_compress_hook),
+    "ddp powersgd": lambda m: with_hook(m, PowerSGDState(None, RANK, start_powerSGD_iter=2), powerSGD_hook, 1000),
     "alone": step.without_communication,
 }
 ALWAYS = ("torchring", "ddp", "alone")
@@ -229,7 +253,7 @@ def check_weights(trainers: dict[str, Trainer], start: torch.nn.Module) -> dict[
 
 
 def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    columns = ["model", "rate", "layout", "rival", "step ms", "overhead ms", "ratio to ddp", "speed-up"]
+    columns = ["model", "rate", "layout", "rival", "step ms", "overhead ms", "exposed", "ratio to ddp", "speed-up"]
     columns += ["busiest link MB", "wire floor ms", "weights differ"]
     table = []
     for row in rows:
@@ -239,7 +263,13 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
             sent = row["link_bytes"][name]
             ratio = (spread.p50 - alone) / (ddp - alone) if ddp > alone else float("nan")
             cells = [row["model"], row["rate"], row["layout"], name, spread.text(1 if alone < 50 else 0)]
-            cells += [f"{spread.p50 - alone:.1f}", f"{ratio:.2f}", f"{ddp / spread.p50:.2f}x", f"{sent / 1e6:.1f}"]
+            cells += [
+                f"{spread.p50 - alone:.1f}",
+                f"{1 - alone / spread.p50:.0%}",
+                f"{ratio:.2f}",
+                f"{ddp / spread.p50:.2f}x",
+                f"{sent / 1e6:.1f}",
+            ]
             cells += [f"{sent * 8e3 / netns.bits_per_second(row['rate']):.1f}"]
             table.append([*cells, f"{row['weight_difference'].get(name, 0.0):.0e}"])
     title = f"Training steps between hosts, 1 thread per rank on {about['cores']} cores, p50 (p20-p80)"

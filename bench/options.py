@@ -14,7 +14,7 @@ _HERE: Final = Path(__file__).parent
 _MODELS: Final = ("mlp", "gpt", "small", "vgg", "resnet")
 _SIZES: Final = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 256 << 20]
 _OVER_MPI: Final = ["open mpi", "horovod"]
-_ROUNDED: Final = ["torchring bf16", "ddp fp16"]
+_FEWER_BYTES: Final = [f"torchring {name}" for name in ("bf16", "int8", "powersgd")] + ["ddp fp16", "ddp powersgd"]
 _OF_SHARDING: Final = ("shard", "torchring", "ddp", "zero", "fsdp2", "alone")
 _OF_STEP: Final = ("torchring", "no group", "torchring.horovod", "ddp", "alone", "horovod")
 _SEVERAL: Final = whole("a number of ranks, 2 or more", 2)
@@ -75,9 +75,17 @@ OPTIONS: Final = {
         _option("--rates", type=netns.rate, nargs="+", default=["1gbit", "10gbit"], help="of links, as tc writes them"),
         _option("--layouts", type=_layout, nargs="+", default=[(2, 1), (2, 2)], metavar="HOSTSxRANKS"),
         _option("--models", choices=_MODELS, nargs="+", default=["gpt"]),
-        _option("--rivals", choices=_ROUNDED, nargs="*", default=_ROUNDED, help="beside torchring, ddp and alone"),
+        _option(
+            "--rivals", choices=_FEWER_BYTES, nargs="*", default=_FEWER_BYTES, help="beside torchring, ddp and alone"
+        ),
         _option("--seconds", type=duration, default=40.0, help="time for each model, rate and layout"),
         _option("--most", type=_POSITIVE, default=30, help="largest number of steps of each rival"),
+    ],
+    "quality": [
+        *_ROWS,
+        _option("--tasks", nargs="+", choices=("digits", "gpt"), default=["digits", "gpt"]),
+        _option("--arms", nargs="+", default=["none", "int8", "powersgd 4", "diloco 10", "local 10"]),
+        _option("--seeds", type=_POSITIVE, default=5),
     ],
     "sharding": [
         *_ROWS,

@@ -98,12 +98,16 @@ def test_weights_that_differ_and_bytes_that_no_algorithm_sends_end_the_run() -> 
     for rival, by in (("ddp", 0.01), ("torchring bf16", 0.03), ("ddp fp16", -0.03), ("ddp", float("nan"))):
         with pytest.raises(SystemExit, match=f"the weights of {rival} differ"):
             check(near | {rival: by})
-    sent = {"torchring": 100 << 20, "ddp": 150 << 20, "ddp fp16": 75 << 20, "alone": 0}
-    row = {"layout": "2x2", "bytes": 100 << 20, "stats": {"torchring": {"algorithm": "hierarchical"}}}
-    network.check_bytes(row | {"link_bytes": sent})
-    for rival, wrong in (("torchring", 120), ("ddp", 100), ("ddp fp16", 150), ("alone", 1)):
-        with pytest.raises(SystemExit, match=f"a step of {rival} sent {wrong << 20} bytes"):
-            network.check_bytes(row | {"link_bytes": sent | {rival: wrong << 20}})
+    sent = {"torchring": 68.0, "ddp": 102.0, "ddp fp16": 51.0, "torchring int8": 17.4, "alone": 0.0}
+    sent |= {"torchring powersgd": 0.75, "ddp powersgd": 1.6}
+    by_host = {"algorithm": "hierarchical"}
+    ours = {name: by_host for name in sent if name.startswith("torchring")}
+    row = {"layout": "2x2", "model": "gpt", "stats": ours}
+    network.check_bytes(row | {"link_bytes": {rival: mb * 1e6 for rival, mb in sent.items()}})
+    wrong = {"torchring": 79, "ddp": 68, "ddp fp16": 102, "torchring int8": 34, "ddp powersgd": 3, "alone": 1}
+    for rival, mb in wrong.items():
+        with pytest.raises(SystemExit, match=f"a step of {rival} sent {mb * 1e6} bytes"):
+            network.check_bytes(row | {"link_bytes": {rival: mb * 1e6}})
 
 
 @pytest.mark.grid
