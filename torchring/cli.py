@@ -17,7 +17,7 @@ from torchring import placement
 from torchring.elastic.driver import options as elastic
 from torchring.elastic.driver.driver import start_elastic
 from torchring.launch import horovodrun
-from torchring.launch.arguments import Parser, hosts_of, positive, setting, whole
+from torchring.launch.arguments import Parser, did_you_mean, hosts_of, positive, setting, whole
 from torchring.launch.hosts import LaunchError
 from torchring.launch.launcher import LAUNCHERS, start
 from torchring.launch.output import OutputOptions
@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     script = "print a script that completes commands and options in this shell"
     parser.add_argument("--print-completion", choices=("bash", "zsh"), help=script)
     if arguments and not arguments[0].startswith("-"):
-        parser.error(f"there is no command {arguments[0]!r}")
+        names = [*_COMMANDS, "--help", "--version"]
+        parser.error(f"there is no command {arguments[0]!r}{did_you_mean(arguments[0], names)}")
     if shell := parser.parse_args(arguments).print_completion:
         print(_completion(parser, shell))
         return 0
@@ -87,6 +88,8 @@ def _run_command(arguments: Sequence[str], program: Sequence[str] = ()) -> int:
     run = _parser_of_run(arguments)
     if program:
         run.prog = "torchring doctor"
+        for name in ("--backend", "--timeout", "--gpu", "--json"):  # which the doctor has taken: for suggestions
+            run.add_argument(name)
     options = run.parse_args(arguments)
     if program:
         if options.script is not None:
@@ -102,7 +105,9 @@ def _run_command(arguments: Sequence[str], program: Sequence[str] = ()) -> int:
         run.error(str(error))
     is_alone = options.num_proc is None and options.hosts is None and options.hostfile is None
     if is_alone and not is_elastic and options.launcher != "srun":
-        run.error("say before the script how many processes: -np N, or -H HOST:SLOTS,..., or --hostfile FILE")
+        own = {"-np", "-n", "-H"} & {*options.arguments}
+        late = f"; {min(own)} stands behind {options.script}, so {options.script} gets it" if own else ""
+        run.error(f"say how many processes: -np N, or -H HOST:SLOTS,..., or --hostfile FILE{late}")
     if options.quiet and options.log_dir is None:
         run.error("--quiet drops what processes print, unless --log-dir says where to write it")
     return _run(options, is_elastic)
@@ -114,9 +119,17 @@ def _keep_dashes(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         options.arguments.insert(0, "--")
 
 
+class _RunParser(Parser):
+    def hint(self, word: str) -> str:
+        if horovodrun.is_name(word):
+            return "; --horovod takes it"
+        near = super().hint(word)
+        return near or ("" if "doctor" in self.prog else "; options of the script stand behind the script")
+
+
 def _parser_of_run(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser for these arguments: --elastic and --horovod have it show, and take, more options."""
-    run = Parser(
+    run = _RunParser(
         prog="torchring run",
         usage="torchring run [options] SCRIPT ...",
         description="Start a script on N processes of this host; or of several, through ssh.",
@@ -209,7 +222,9 @@ def _program(script: str, is_module: bool) -> list[str]:
     if os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
         raise LaunchError(f"{script!r} is a directory without a __main__.py")
     if not os.path.exists(script):
-        raise LaunchError(f"there is no script {script!r}")
+        folder, name = os.path.split(script)
+        others = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+        raise LaunchError(f"there is no script {script!r}{did_you_mean(name, others)}")
     return [os.path.join(".", script) if script.startswith("-") else script]  # python would take it for an option
 
 

@@ -42,7 +42,7 @@ def test_processes_follow_from_gpus_else_from_cores() -> None:
         ({"command": ["python", 3]}, "command: what starts one process"),
         ({"command": "python 'train.py"}, 'command: No closing quotation; got "python \'train.py"'),
         ({"name": "Digits"}, "name: lower-case letters"),
-        ({"worker": 2}, r"unknown key 'worker'; there are name, command"),
+        ({"worker": 2}, r"unknown key 'worker'; did you mean workers\?"),
         ({"colour": 2}, "unknown key 'colour'; there are name, command, image, workers, gpus"),
         ({"workers": 0}, "workers: a whole number, 1 or more; got 0"),
         ({"workers": True}, "workers: a whole number, 1 or more; got True"),

@@ -1,10 +1,11 @@
 """The parser of all commands, and types of options that several commands have."""
 
 import argparse
+import difflib
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn
 
 from torchring.launch.hosts import Host, parse_hosts, read_hostfile, slurm_hosts
@@ -36,7 +37,22 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        what, _, words = message.partition("unrecognized arguments: ")
+        if not what:
+            message += self.hint(words.split()[0].partition("=")[0])
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` shows what can be given\n")
+
+    def hint(self, word: str) -> str:
+        """The end of a message about an option that there is not."""
+        shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
+        return did_you_mean(word, [name for action in shown for name in action.option_strings])
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """The end of a message about a word that is not among `names`. Empty if none of them is like it."""
+    bare = {name.lstrip("-"): name for name in names}
+    near = difflib.get_close_matches(word.lstrip("-"), bare, 1)
+    return f"; did you mean {bare[near[0]]}?" if near else ""
 
 
 def whole(what: str, least: int, most: float = math.inf) -> Callable[[str], int]:

@@ -100,6 +100,12 @@ def ignore(parser: argparse.ArgumentParser, names: str) -> None:
         parser.add_argument(name, dest="ignored", help=argparse.SUPPRESS, **how)
 
 
+def is_name(word: str) -> bool:
+    """Return True for an option that is known with --horovod only."""
+    name = word[:2] + word[2:].replace("_", "-")
+    return name in {*_NAMES, *_SETTINGS, *_SWITCHES, *_IGNORED.replace("=", "").split()}
+
+
 def settings_of(options: argparse.Namespace) -> dict[str, str]:
     """The variables that the options set for the processes, among them those of `--env`."""
     env = dict(ChainMap(dict(options.env), *reversed(options.settings)))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from torchring.launch.arguments import LAUNCHERS_OWN
+from torchring.launch.arguments import LAUNCHERS_OWN, did_you_mean
 from torchring.launch.horovodrun import without_interpreter
 from torchring.launch.hosts import LaunchError
 
@@ -67,7 +67,8 @@ def parse_job(said: Mapping[Any, Any]) -> JobFile:
     """The job that a file's keys and values describe. Raises LaunchError."""
     for key in said:
         if key not in _KEYS:
-            raise LaunchError(f"unknown key {key!r}; there are {', '.join(_KEYS)}")
+            hint = did_you_mean(str(key), _KEYS) or f"; there are {', '.join(_KEYS)}"
+            raise LaunchError(f"unknown key {key!r}{hint}")
     name = said.get("name")
     if not isinstance(name, str) or not re.fullmatch("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
         # A pod's name adds more than 20 letters to it, and may have 63.
