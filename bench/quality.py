@@ -32,7 +32,7 @@ from torchring.bench.netns import Network
 from torchring.bench.options import parser
 from torchring.compression import PowerSGD
 
-STEPS, PARTS = 600, 40  # PARTS: of a curve in the rows
+STEPS, PARTS = 300, 30  # PARTS: of a curve in the rows
 KINDS = ("whole curve", "tail", "held out")
 
 
@@ -86,7 +86,7 @@ def optimizer_of(arm: str, model: nn.Module, lr: float) -> Any:
     name, _, number = arm.partition(" ")
     adamw = torch.optim.AdamW(model.parameters(), lr=lr)
     if name == "diloco":
-        outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+        outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.5, nesterov=True)
         return torchring.DiLoCo(adamw, model, every=int(number), outer=outer)
     if name == "local":
         return torchring.LocalSGD(adamw, model, every=int(number))

@@ -20,9 +20,11 @@ from tests.optimizer.test_mistakes import OF_DDP
 from tests.support.checks import assert_same_everywhere, assert_same_on_all_ranks, digest
 from tests.support.documents import PAGES, ROOT, anchors, blocks, code_spans, included, links, programs, rows, section
 from tests.support.harness import ranks, run_ranks
+from tests.support.netns import needs_hosts, run_on_hosts
 from torchring import cli
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.bench import options
+from torchring.bench.netns import Network
 from torchring.default_world import default_world
 
 DOCS = ROOT / "docs"
@@ -88,6 +90,28 @@ def test_python_runs_alone(tmp_path: Path) -> None:
     pages = [ROOT / "README.md", page := DOCS / "start" / "first-script.md"]
     (found,) = run_ranks(_run_pages, 1, str(tmp_path), pages, launcher_env=False)
     assert f"loss {found[page.name]['loss']:.6f}" in section(page, "## The check")
+
+
+def _fewer_bytes(rank: int, world_size: int) -> tuple[Any, list[str]]:
+    torchring.init(process_group=True)
+    names = run_page(DOCS / "guides" / "fewer-bytes.md")
+    for name in ("powersgd", "topk", "hook"):
+        sgd = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+        optimizer = torchring.wrap(sgd, names["model"], compression=names[name])
+        for _ in range(3):
+            names["model"](torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+        optimizer.close()
+    torchring.shutdown()
+    return digest(names["model"].parameters()), sorted(names["topk"].memory)
+
+
+@needs_hosts
+def test_the_page_on_fewer_bytes_compresses_between_hosts() -> None:
+    with Network(2) as network:
+        first, second = run_on_hosts(network, (1, 1), _fewer_bytes)
+    assert_same_on_all_ranks([first[0], second[0]])
+    assert first[1] == second[1] == ["0.bias", "0.weight", "1.bias", "1.weight"]
 
 
 def test_running_a_page_can_fail(tmp_path: Path) -> None:
