@@ -11,6 +11,7 @@ from tests.support.harness import ranks
 def test_weights_that_are_loaded_before_the_first_step_are_where_training_begins() -> None:
     model = torch.nn.Linear(3, 1)
     optimizer = torchring.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.0), model, every=1)
+    optimizer.state_dict()  # as torchring.elastic.State calls it
     loaded = {"weight": torch.full((1, 3), 10.0), "bias": torch.ones(1)}
     model.load_state_dict(loaded)
     saved = optimizer.state_dict()["local_steps"]["parameters"]

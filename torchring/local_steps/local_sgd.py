@@ -168,6 +168,7 @@ class LocalSGD(OptimizerWrapper):
         for guest in self._guests:
             guest.before_backward()
         self._follow_model()
+        self._is_new = False
         result, is_made = self._step_inner(closure, *args, **kwargs)
         self._num_steps += 1
         self._made = [made + is_made for made in self._made]
@@ -363,7 +364,6 @@ class LocalSGD(OptimizerWrapper):
         """The outer parameters are the model's before the first step: the script may have loaded them until then."""
         if self._is_new:
             self._start_from_outer(is_new=True)
-            self._is_new = False
 
     # What torchring.elastic asks for
 
