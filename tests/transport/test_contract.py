@@ -158,6 +158,21 @@ def _odd_shapes(meet: Meet, transport: Transport) -> None:
     assert [float(scalar), *buffer.tolist()] == [1.5, -1.0 - rank, -1, -1, -1.0 - rank, -1.0 - rank]
 
 
+def _every_row_reaches_its_rank(meet: Meet, transport: Transport) -> None:
+    """And a rank that adds nothing keeps what it has."""
+    rank, size = transport.rank, len(transport.ranks)
+    for num_bytes in (0, 1, 65_537):
+        mine = torch.tensor([[10 * rank + other] * num_bytes for other in range(size)], dtype=torch.uint8)
+        swapped, gathered = torch.zeros(2, size, num_bytes, dtype=torch.uint8)
+        for transfer in (transport.start_all_to_all(swapped, mine), transport.start_all_gather(gathered, mine[0])):
+            transfer.wait()
+        assert swapped.tolist() == [[10 * other + rank] * num_bytes for other in range(size)]
+        assert gathered.tolist() == [[10 * other] * num_bytes for other in range(size)]
+    tensor = torch.tensor([rank + 1.0])
+    (transport.start_nothing if rank == 0 else transport.start_all_reduce)(tensor).wait()
+    assert float(tensor) == (1.0 if rank == 0 else size * (size + 1) / 2 - 1)
+
+
 def _threads(meet: Meet, *transports: Transport) -> None:
     def drive(thread: int, transport: Transport) -> None:
         for step in range(30):
@@ -276,6 +291,7 @@ def _who_is_in_the_midst_of_a_message_when_it_breaks_off_is_told(meet: Meet, *tr
 _CONTRACT: list[tuple[Callable[..., object], int, dict[str, Any]]] = [
     (_knows_its_rank_and_its_peers, 3, {}),
     (_transfers_match_in_their_order, 2, {}),
+    (_every_row_reaches_its_rank, 3, {}),
     (_every_size, 2, {}),
     (_every_dtype_travels_bit_for_bit, 2, {}),
     (_odd_shapes, 2, {}),

@@ -47,7 +47,7 @@ class Scheme:
         if isinstance(self.settings, (str, PowerSGD)):
             return str(self.settings)
         found: Any = self.settings.hook if isinstance(self.settings, DDPHook) else type(self.settings)
-        return f"{found.__module__}.{found.__qualname__}"
+        return f"{found.__module__}.{getattr(found, '__qualname__', type(found).__qualname__)}"
 
     @property
     def num_exact(self) -> int:
