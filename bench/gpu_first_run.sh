@@ -66,7 +66,7 @@ tests=("$python" -m pytest -m gpu -p no:cacheprovider --durations 10 -o timeout=
 side_by_side=()
 "$python" -c 'import xdist' 2>/dev/null && side_by_side=(-n 4)
 check=("$python" -m qa.gpu.check)
-unwaiting='worked_example or spoils_nothing or pack or accumulate'
+unwaiting='worked_example or spoils_nothing or pack or accumulate or quantized or decoded'
 sanitize='for tool in memcheck racecheck; do compute-sanitizer --tool $tool --target-processes all --error-exitcode 9 "$@" \
     || exit; done'
 

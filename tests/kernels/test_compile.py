@@ -23,6 +23,7 @@ from torchring.kernels.chunks import ChunkTable
 from torchring.kernels.direct import prepare_direct
 from torchring.kernels.launching import NUM_WARPS
 from torchring.kernels.pack import prepare_pack, prepare_unpack
+from torchring.kernels.quantize import prepare_add, prepare_decode, prepare_quantize
 from torchring.kernels.ring import prepare_ring
 
 triton = pytest.importorskip("triton")
@@ -92,6 +93,26 @@ def build_guard(gpu: str) -> Any:
         return compiled(guard.prepare_guard([OnDevice(F32, 1000), OnDevice(B16, 7)], abort))  # type: ignore[arg-type, list-item]
 
 
+def build_quantize(dtype: torch.dtype, gpu: str) -> Any:
+    with driver_of(gpu):
+        rows, feedback = OnDevice(dtype, 4096), OnDevice(F32, 4096)
+        return compiled(prepare_quantize(rows, *_coded(), feedback, 0.3))  # type: ignore[arg-type]
+
+
+def build_add(gpu: str) -> Any:
+    with driver_of(gpu):
+        return compiled(prepare_add(OnDevice(F32, 4096), *_coded()))  # type: ignore[arg-type]
+
+
+def build_decode(dtype: torch.dtype, gpu: str) -> Any:
+    with driver_of(gpu):
+        return compiled(prepare_decode(*_coded(), OnDevice(dtype, 4096)))  # type: ignore[arg-type]
+
+
+def _coded() -> tuple[Any, Any]:
+    return OnDevice(torch.int8, 4096), OnDevice(F32, 16)
+
+
 def _of_rank(dtype: torch.dtype, num_ranks: int) -> dict[str, Any]:
     tensors = {"wires": OnDevice(torch.int64, num_ranks), "signals": OnDevice(torch.int64, num_ranks)}
     tensors |= {"wire": OnDevice(dtype, 100_000), "abort": OnDevice(torch.int32, device=torch.device("cpu"))}
@@ -128,6 +149,12 @@ def _cases() -> Iterator[Case]:
         yield Case(f"spreads to {n}", partial(build_direct, F32, num_ranks=n, gather=False, spread=True))
     yield Case("pack, looking for what is not finite", partial(build_pack, F32, F16, check=True))
     yield Case("guard", build_guard)
+    for dtype in (F32, F16, B16):
+        size, coded = 4096 * dtype.itemsize, 4096
+        loads, stores = size + 4 * 4096, coded + 4 * 4096
+        yield Case(f"quantize {dtype}", partial(build_quantize, dtype), loads, stores, num_warps=4)
+        yield Case(f"decode to {dtype}", partial(build_decode, dtype), coded, size, num_warps=4)
+    yield Case("add", build_add, coded + 4 * 4096, 4 * 4096, num_warps=4)
 
 
 CASES = list(_cases())

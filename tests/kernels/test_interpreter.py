@@ -16,15 +16,15 @@ import pytest
 from tests.support.harness import patient
 from torchring.kernels import lazy
 
-KERNELS = ("pack", "reducing", "ptx")
+KERNELS = ("pack", "quantize", "reducing", "ptx")
 # One of each kernel, in one process.
-SMOKE = "pack and worked_example or prepared_once or spoils_nothing or an_abort_is_found or what_it_does"
+SMOKE = "(pack or quantize) and worked_example or prepared_once or spoils_nothing or an_abort_is_found or what_it_does"
 
 
 @pytest.mark.sim
 @pytest.mark.skipif(lazy.INTERPRETED, reason="this is the child process")
 @pytest.mark.parametrize(
-    ("names", "at_least"), [("", 58), pytest.param(SMOKE, 8, marks=pytest.mark.smoke)], ids=["all", "smoke"]
+    ("names", "at_least"), [("", 74), pytest.param(SMOKE, 9, marks=pytest.mark.smoke)], ids=["all", "smoke"]
 )
 def test_triton_kernels_under_the_interpreter(names: str, at_least: int, pytestconfig: pytest.Config) -> None:
     here = Path(__file__).parent
