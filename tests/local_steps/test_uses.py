@@ -27,10 +27,13 @@ def test_weights_that_are_loaded_before_the_first_step_are_where_training_begins
 @ranks(2)
 def test_fragments_are_never_empty() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.Linear(30, 1))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    sgd, some = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model[0].parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="outer has other parameters"):
+        torchring.DiLoCo(sgd, model, every=4, outer=some)
     with pytest.raises(ValueError, match="fragments=5, but the optimizer has 4 parameters"):
         torchring.DiLoCo(sgd, model, every=5, fragments=5)
-    optimizer = torchring.DiLoCo(sgd, model, every=4, fragments=4, bits=4)
+    outer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torchring.DiLoCo(sgd, model, every=4, fragments=4, bits=4, outer=outer)
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(4):
         model(torch.ones(1, 30)).sum().backward()

@@ -104,7 +104,11 @@ class LocalSGD(OptimizerWrapper):
         self._open(optimizer, model, _Options(every=every, within=within), None)
 
     def _open(
-        self, optimizer: Optimizer, model: torch.nn.Module | None, options: _Options, make: OuterFactory | None
+        self,
+        optimizer: Optimizer,
+        model: torch.nn.Module | None,
+        options: _Options,
+        make: Optimizer | OuterFactory | None,
     ) -> None:
         """Collective: check that all ranks can do this, and start from rank 0's values."""
         world, kind = default_world(), type(self).__name__
@@ -125,7 +129,9 @@ class LocalSGD(OptimizerWrapper):
             for parameter, name in names.items():
                 _check_parameter(parameter, name)
             self._outer = {p: torch.nn.Parameter(_wide(p)) for p in names}
-            if make is not None:
+            if isinstance(make, Optimizer):
+                self.outer = _take_over(make, self._outer)
+            elif make is not None:
                 self.outer = make(list(self._outer.values()))
                 if not isinstance(self.outer, Optimizer):
                     raise TypeError(f"outer must return a torch.optim.Optimizer, got {type(self.outer).__name__}")
@@ -420,7 +426,8 @@ class DiLoCo(LocalSGD):
         model: see `LocalSGD`.
         every: number of inner steps between two outer steps of a parameter, H.
         outer: called with a list of the outer parameters, copies of the parameters on their device, at least fp32;
-            complex ones as pairs. Returns their optimizer: a class, or a partial of one. Default: SGD as above.
+            complex ones as pairs. Returns their optimizer: a class, or a partial of one. Default: SGD as above. Or an
+            optimizer over the same parameters as `optimizer`, which gets the outer ones in their place.
         fragments: number of parts, of whole parameters in the order of layers, which are sent at times of their own
             within `every` steps.
         overlap: number of inner steps after which a fragment is merged. 0 waits for it.
@@ -442,7 +449,7 @@ class DiLoCo(LocalSGD):
         model: torch.nn.Module | None = None,
         *,
         every: int,
-        outer: OuterFactory | None = None,
+        outer: Optimizer | OuterFactory | None = None,
         fragments: int = 1,
         overlap: int = 0,
         alpha: float = 0.5,
@@ -463,6 +470,15 @@ def _check_parameter(parameter: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name} cannot be averaged: {error}") from None
     if parameter.dtype not in _DTYPES:
         raise ValueError(f"{name} is {parameter.dtype}, which cannot be averaged; leave it out of the optimizer")
+
+
+def _take_over(outer: Optimizer, copies: dict[torch.nn.Parameter, torch.nn.Parameter]) -> Optimizer:
+    """Give `outer` the outer parameters in place of the model's."""
+    if {p for group in outer.param_groups for p in group["params"]} != set(copies):
+        raise ValueError("outer has other parameters than the optimizer of the inner steps; give both the same")
+    for group in outer.param_groups:
+        group["params"] = [copies[p] for p in group["params"]]
+    return outer
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
