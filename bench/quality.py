@@ -4,10 +4,9 @@
     torchring bench quality --tasks gpt --seeds 1 --arms none int8 "powersgd 8"
 
 Two ranks train on two hosts, which are network namespaces. All arms of a seed begin with the same weights and see the
-same samples: none (no compression), int8, "powersgd RANK", "diloco H", "local H" (LocalSGD). "again" is none with
-other weights and samples. PowerSGD begins after a tenth of the steps. A loss is the mean over ranks of the loss before
-a step; with local steps, of each rank's own parameters. "tail" is the last tenth of the steps, and "held out" the loss
-at the end on samples that no rank has seen.
+same samples: none (no compression), int8, "powersgd RANK", "diloco H", "local H" (LocalSGD). PowerSGD begins after a
+tenth of the steps. A loss is the mean over ranks of the loss before a step; with local steps, of each rank's own
+parameters. "tail" is the last tenth of the steps, and "held out" the loss at the end on samples that no rank has seen.
 """
 
 import argparse
@@ -91,7 +90,7 @@ def optimizer_of(arm: str, model: nn.Module, lr: float) -> Any:
     if name == "local":
         return torchring.LocalSGD(adamw, model, every=int(number))
     scheme = PowerSGD(rank=int(number), start=STEPS // 10) if name == "powersgd" else name
-    return torchring.wrap(adamw, model, compression=None if name in ("none", "again") else scheme)
+    return torchring.wrap(adamw, model, compression=None if name == "none" else scheme)
 
 
 def train(task: Task, arm: str, seed: int) -> dict[str, Any]:
@@ -100,9 +99,8 @@ def train(task: Task, arm: str, seed: int) -> dict[str, Any]:
     def loss_of(batch: Batch) -> torch.Tensor:
         return cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
 
-    start = seed + 1000 * (arm == "again")
-    torch.manual_seed(start)
-    model, generator = task.model(), torch.Generator().manual_seed(2 * start + torchring.rank())
+    torch.manual_seed(seed)
+    model, generator = task.model(), torch.Generator().manual_seed(2 * seed + torchring.rank())
     optimizer = optimizer_of(arm, model, task.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     losses = torch.empty(STEPS)
