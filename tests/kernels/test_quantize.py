@@ -20,8 +20,8 @@ def random_rows(dtype: torch.dtype) -> torch.Tensor:
     """From 1e-6, where fp16 has denormals, to 1e4."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(NUM_ROWS, 256, generator=generator) * torch.logspace(-6, 4, NUM_ROWS)[:, None]
-    # Zero, a denormal (the interpreter misreads those of bf16), and little more than becomes zero.
-    rows[5], rows[6], rows[7] = 0.0, 1e-36 if dtype == B16 else 1e-40, 1.1e-30
+    # Zero, a denormal (the interpreter misreads those of bf16), and numbers on either side of 1e-30.
+    rows[4:8] = torch.tensor([0.0, 1e-36 if dtype == B16 else 1e-40, 9e-31, 1.1e-30])[:, None]
     rows[8, 200], rows[9, 255], rows[20, :2] = kernels.NAN, -kernels.INF, torch.tensor([kernels.INF, kernels.NAN])
     return rows.to(dtype)
 
