@@ -144,8 +144,9 @@ class DistributedOptimizer(ConnectedOptimizer):
             self._group = [members_of(group)]
         world = self._find_world()
         world.shared(Join).refuse("wrap()")
-        if options.get("compression") not in COMPRESSIONS:
-            options["compression"] = room("compression").scheme_of(options["compression"])
+        compression = options.get("compression")
+        if compression is not None and not (isinstance(compression, str) and compression in COMPRESSIONS):
+            options["compression"] = room("compression").scheme_of(compression)
         options["noise_scale"] = options.get("noise_scale", False) or bool(os.environ.get("TORCHRING_TRACE"))
         own = {name: options.pop(name) for name in ("sync_initial_state", "ignore") if name in options}
         guard = world.shared(OptimizerGroup).guard

@@ -92,7 +92,7 @@ _IGNORE: Final = "ValueError: ignore has "
 _BAD: Final[dict[str, tuple[Call, str]]] = {
     "op": (_wrap(op="average"), "ValueError: op .*'mean'.*'sum'.*'average'"),
     "algorithm": (_wrap(algorithm="tree"), "ValueError: algorithm .*'direct'.*'ring'.*'tree'"),
-    "compression": (_wrap(compression="int8"), "ValueError: compression .*'fp16'.*'bf16'.*'int8'"),
+    "compression": (_wrap(compression="int4"), "ValueError: compression .*'fp16'.*'bf16'.*'int4'"),
     "compression dtype": (_wrap(compression=torch.float16), "ValueError: compression .*torch.float16"),
     "overlap": (_wrap(overlap=True), "ValueError: overlap .*'inline'.*'thread'.*True"),
     "inline": (_wrap(overlap="inline", algorithm="native"), "ValueError: .*algorithm='direct'.*'native'"),

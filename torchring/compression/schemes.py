@@ -55,7 +55,13 @@ class Scheme:
         return self.settings.start if isinstance(self.settings, PowerSGD) else 0
 
     def check(self, options: Options) -> None:
-        """Raise ValueError for options that do not go with compression."""
+        """Raise ValueError for what is no compression, or does not go with it."""
+        if self.settings != "int8" and not isinstance(self.settings, (PowerSGD, DDPHook, Compressor)):
+            known = (
+                "None, 'fp16', 'bf16', 'int8', 'powersgd', a torchring.compression.PowerSGD, an object with compress()"
+            )
+            known += " and decompress(), or torchring.ddp_hook(...)"
+            raise ValueError(f"compression must be {known}, got {self.settings!r}")
         most = options.max_error
         if most is not None and not (isinstance(most, (int, float)) and 0 < most < math.inf):
             raise ValueError(f"max_error must be a number above 0, such as 0.1, or None, got {most!r}")
@@ -99,15 +105,10 @@ class Scheme:
 
 
 def scheme_of(compression: object) -> Scheme:
-    """Raises ValueError for what is no compression."""
+    """The scheme for an argument of `wrap`, which `Scheme.check` has still to look at."""
     if isinstance(compression, Scheme):  # of an optimizer that is wrapped anew
         return compression
-    if compression == "powersgd":
-        return Scheme(PowerSGD())
-    if compression == "int8" or isinstance(compression, (PowerSGD, DDPHook, Compressor)):
-        return Scheme(compression)
-    known = "None, 'fp16', 'bf16', 'int8', 'powersgd', a torchring.compression.PowerSGD, an object with compress() and"
-    raise ValueError(f"compression must be {known} decompress(), or torchring.ddp_hook(...), got {compression!r}")
+    return Scheme(PowerSGD() if compression == "powersgd" else compression)
 
 
 class CompressedAllReduce:

@@ -13,7 +13,6 @@ from torchring.errors import GradientError, with_way_out
 from torchring.gradients.hooks import is_compiled_backward
 from torchring.gradients.layout import Options
 from torchring.gradients.packing import is_finite
-from torchring.gradients.plan import COMPRESSIONS
 from torchring.gradients.reduction import NonFiniteGradient
 from torchring.gradients.views import local_of
 from torchring.rooms import room
@@ -26,7 +25,6 @@ def check_options(options: Options, model: torch.nn.Module | None) -> None:
     """Raise ValueError for an option that does not exist. The error lists the options that do."""
     for name, value, choices in (
         ("op", options.op, get_args(GradientOp)),
-        ("compression", None if options.scheme else options.compression, tuple(COMPRESSIONS)),
         ("algorithm", options.algorithm, ALGORITHMS),
         ("overlap", options.overlap, OVERLAPS),
         ("on_nonfinite", options.on_nonfinite, get_args(OnNonfinite)),
