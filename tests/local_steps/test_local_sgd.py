@@ -176,6 +176,9 @@ def test_muon_16_bits_complex_buffers_and_a_scaler(rank: int) -> None:
     optimizer.step()
     assert params[0].tolist() == [0.5] * 3  # all began with 1
     assert params[1].tolist() == [1 - 1j] * 3
+    optimizer.found_inf = torch.tensor(1.0)  # as a GradScaler says: no rank makes this step
+    optimizer.step()
+    assert params[1].tolist() == [1 - 1j] * 3
 
 
 @ranks(2)

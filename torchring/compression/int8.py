@@ -54,9 +54,9 @@ class _Part(NamedTuple):
 
 
 def _part(message: torch.Tensor, begin: int, end: int, exact: torch.Tensor) -> _Part:
-    """`message`: uint8 [P]. The parts of 4-byte numbers come first, so that they are aligned."""
-    sizes = [len(exact) * _EXACT_BYTES, (end - begin) * 4, (end - begin) * ROW]
-    values, scales, codes = torch.split(message[: sum(sizes)], sizes)
+    """`message`: uint8 [P]. In this order all parts are aligned to 16 bytes."""
+    sizes = [len(exact) * _EXACT_BYTES, (end - begin) * ROW, (end - begin) * 4]
+    values, codes, scales = torch.split(message[: sum(sizes)], sizes)
     values, scales = values.view(torch.float32).view(-1, ROW), scales.view(torch.float32)
     return _Part(begin, end, exact, values, scales, codes.view(torch.int8).view(-1, ROW))
 

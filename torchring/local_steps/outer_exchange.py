@@ -105,7 +105,7 @@ def _exchange(backend: Backend, mine: Outgoing, ranks: Sequence[int], rank: int)
         error.rank, error.members = ranks[rank], ()  # numbers of the job's ranks
         raise in_step(error)
     made = [each["made"] for each in words]
-    shares = [each / (sum(made) or 1) for each in made]
+    shares = [each / sum(made) if any(made) else 1 / len(made) for each in made]
     buffers = [operations.all_reduce(backend, buffer, "mean") for buffer in mine.buffers]
     if mine.bits is None:
         for delta in mine.deltas:
