@@ -130,10 +130,8 @@ def payload_bytes(rival: str, shape: torch.Size, columns: int) -> float:
         return 2 * numel
     if rival.endswith("int8"):
         return math.ceil(numel / 256) * (260 if len(shape) > 1 else 1024)
-    if rival.endswith("powersgd") and 2 * RANK * (rows + numel // rows) <= numel:
-        factors = RANK * (rows + columns * numel // rows)
-        return 2 * factors if rival == "torchring powersgd" else 4 * factors  # torchring's takes turns with the two
-    return 4 * numel
+    factors = RANK * (rows + columns * numel // rows) * (2 if rival == "torchring powersgd" else 1)
+    return 4 * (factors if rival.endswith("powersgd") and 2 * factors <= numel else numel)
 
 
 def work(options: argparse.Namespace) -> int:

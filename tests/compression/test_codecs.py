@@ -187,9 +187,8 @@ def test_powersgd_of_a_part_of_a_matrix_and_nan() -> None:
     assert_same_on_all_ranks([results[-1] for _, results, _ in ranks])
     assert ranks[0][1][3].isnan().any()
     assert all(feedback.isfinite().all() for *_, feedback in ranks)
-    # The gradient has rank 1, so two steps in a row find most of it.
-    found = (ranks[0][1][-1] + ranks[0][1][-2])[: len(exact)] / 2
-    assert (found - exact).norm() < 0.1 * exact.norm()
+    assert ranks[0][1][2][: len(exact)].sub(exact).norm() < 0.5 * exact.norm()
+    torch.testing.assert_close(ranks[0][1][-1][: len(exact)], exact, rtol=1e-3, atol=1e-3)  # the gradient has rank 1
     torch.testing.assert_close(ranks[0][1][0][:23], exact[:23], rtol=0, atol=0)  # the rest of the first row
 
 

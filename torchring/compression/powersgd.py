@@ -1,15 +1,15 @@
-"""PowerSGD: the gradient of a matrix travels as the product of two thin ones.
+"""PowerSGD: the gradient of a matrix travels as products of thin matrices.
 
-Sources: PowerSGD (Vogels et al. 2019, arXiv 1905.13727), with error feedback and warm start; and its alternating form,
-ACP-SGD (Zhang et al. 2023, arXiv 2306.08881). PowerSGD computes both factors in each step, so a bucket waits for two
-all-reduces, one after the other, and the second waits for an orthogonalisation. The alternating form sends one factor
-in each step, and takes the other one from the step before:
+Source: PowerSGD (Vogels et al. 2019, arXiv 1905.13727), with error feedback and warm start. There a bucket waits for
+two all-reduces, one after the other, and the second waits for an orthogonalisation. Here both thin matrices are of the
+step before, so that one message has all that is needed, and the orthogonalisation runs after the result is out:
 
-    even steps: P = M Q, all-reduce P, the result is P Q^T;    then Q's successor is ready: P, orthogonalised
-    odd steps:  Q = M^T P, all-reduce Q, the result is P Q^T;  then P's successor is ready: Q, orthogonalised
+    X = G + what earlier steps have lost                    P [n, r], Q [m, r]: orthonormal columns, alike on all ranks
+    all-reduce X Q, X^T P, G Q and G^T P
+    result: X less its part outside of both P and Q, which is (X Q) Q^T + P (X^T P - Q (P^T X Q)^T)^T
+    then P and Q of the next step are ready: G Q and G^T P, orthogonalised
 
-M is the gradient [n, m] with what earlier steps have lost, Q [m, r] and P [n, r] have orthonormal columns. Each result
-is the projection of the sum over ranks, and the orthogonalisation runs after the result is out. Vectors, and matrices
+G [n, m] is the gradient. What is lost would turn P and Q away from it, so they follow G alone. Vectors, and matrices
 that would not get small enough, travel as they are in the same message.
 """
 
@@ -59,8 +59,13 @@ class _Matrix:
         self.end = begin + num_rows * num_columns
         self.shape = num_rows, num_columns
         generator = torch.Generator().manual_seed(seed)  # alike on all ranks
-        start = torch.randn(num_columns, settings.rank, generator=generator)
-        self.basis = torch.linalg.qr(start)[0]  # the factor that is there: Q in even steps, P in odd ones
+        start = [torch.randn(length, settings.rank, generator=generator) for length in self.shape]
+        self.left, self.right = (torch.linalg.qr(each)[0] for each in start)  # P and Q
+
+    def project(self, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two matrices whose product is the result, given X Q and X^T P."""
+        rest = right - self.right @ (self.left.T @ left).T
+        return torch.cat([left, self.left], 1), torch.cat([self.right, rest], 1).T
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
         """The matrix in fp32; the memory of `buffer` itself if that is fp32."""
@@ -78,57 +83,51 @@ class PowerSGDCodec:
             columns = math.prod(piece.shape[1:])
             first = math.ceil(piece.first / columns) * columns  # of the first whole row of the parameter
             rows = (piece.first + piece.end - piece.begin - first) // columns
-            if piece.is_vector or (rows + columns) * settings.rank * settings.min_rate > rows * columns:
+            if piece.is_vector or 2 * (rows + columns) * settings.rank * settings.min_rate > rows * columns:
                 self._spans.append((piece.begin, piece.end))
                 continue
             seed = len(self._matrices) + (contents.index << 16)
             self._matrices.append(matrix := _Matrix(piece.begin + first - piece.first, rows, columns, settings, seed))
             self._spans += [(piece.begin, matrix.begin), (matrix.end, piece.end)]
         self._lengths = [end - begin for begin, end in self._spans]
-        # For even steps, and for odd ones: the message, and the parts of it.
-        self._messages: list[torch.Tensor] = []
-        self._parts: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        for side in (0, 1):
-            lengths = [matrix.shape[side] * settings.rank for matrix in self._matrices]
-            self._messages.append(message := torch.zeros(sum(lengths) + sum(self._lengths), device="cpu"))
-            *factors, rest = torch.split(message, [*lengths, sum(self._lengths)])
-            self._parts.append((rest, [factor.view(-1, settings.rank) for factor in factors]))
-        self._is_odd = False
-        self.num_bytes = 4 * max(map(len, self._messages))
+        lengths = [side * settings.rank for matrix in self._matrices for side in 2 * matrix.shape]
+        self._message = torch.zeros(sum(lengths) + sum(self._lengths), device="cpu")
+        *factors, self._rest = torch.split(self._message, [*lengths, sum(self._lengths)])
+        thin = [factor.view(-1, settings.rank) for factor in factors]
+        self._factors = list(zip(thin[::4], thin[1::4], thin[2::4], thin[3::4], strict=True))  # in the order above
+        self.num_bytes = self._message.nbytes
 
     def begin(self, tensor: torch.Tensor, weight: float, transport: Transport) -> Transfer:
-        rest, factors = self._parts[self._is_odd]
-        for values, (begin, end) in zip(torch.split(rest, self._lengths), self._spans, strict=True):
+        for values, (begin, end) in zip(torch.split(self._rest, self._lengths), self._spans, strict=True):
             values.copy_(tensor[begin:end])
-        for matrix, factor in zip(self._matrices, factors, strict=True):
+        for matrix, (left, right, next_left, next_right) in zip(self._matrices, self._factors, strict=True):
             gradient, feedback = matrix.of(tensor), matrix.of(self._feedback)
+            torch.mm(gradient, matrix.right, out=next_left)
+            torch.mm(gradient.T, matrix.left, out=next_right)
             if weight:
                 gradient.add_(feedback, alpha=weight)
-            torch.mm(gradient.T if self._is_odd else gradient, matrix.basis, out=factor)
-            if weight and torch.isfinite(factor).all():
-                torch.addmm(gradient, *self._product(matrix, factor), alpha=-1, out=feedback)
+            torch.mm(gradient, matrix.right, out=left)
+            torch.mm(gradient.T, matrix.left, out=right)
+            if weight and _are_finite(left, right):
+                torch.addmm(gradient, *matrix.project(left, right), alpha=-1, out=feedback)
                 feedback.div_(weight)
-        return transport.start_all_reduce(self._messages[self._is_odd])
+        return transport.start_all_reduce(self._message)
 
     def end(self, tensor: torch.Tensor, weight: float, transfer: Transfer, transport: Transport) -> None:
         transfer.wait()
-        rest, factors = self._parts[self._is_odd]
-        for values, (begin, end) in zip(torch.split(rest, self._lengths), self._spans, strict=True):
+        for values, (begin, end) in zip(torch.split(self._rest, self._lengths), self._spans, strict=True):
             tensor[begin:end] = values
-        for matrix, factor in zip(self._matrices, factors, strict=True):
+        for matrix, (left, right, *_) in zip(self._matrices, self._factors, strict=True):
             result = matrix.of(tensor)
-            torch.mm(*self._product(matrix, factor), out=result)
+            torch.mm(*matrix.project(left, right), out=result)
             if tensor.dtype != torch.float32:
                 tensor[matrix.begin : matrix.end] = result.view(-1)
 
     def prepare(self) -> None:
-        _, factors = self._parts[self._is_odd]
-        if not all(torch.isfinite(factor).all() for factor in factors):  # a NaN: the same on all ranks
-            return
-        self._is_odd = not self._is_odd
-        for matrix, factor in zip(self._matrices, factors, strict=True):
-            matrix.basis = torch.linalg.qr(factor)[0]
+        for matrix, (*_, next_left, next_right) in zip(self._matrices, self._factors, strict=True):
+            if _are_finite(next_left, next_right):  # on all ranks, or on none
+                matrix.left, matrix.right = torch.linalg.qr(next_left)[0], torch.linalg.qr(next_right)[0]
 
-    def _product(self, matrix: _Matrix, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two matrices whose product is the projection."""
-        return (matrix.basis, factor.T) if self._is_odd else (factor, matrix.basis.T)
+
+def _are_finite(*tensors: torch.Tensor) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
