@@ -23,7 +23,7 @@ def quantize_rows(
     feedback: fp32 [R, 256]. A row that is not finite has a scale that is not finite, and its feedback stays as it was.
         With weight 0 all feedback stays as it was, and is not added.
     """
-    scratch = torch.empty(min(len(rows), _CHUNK_ROWS), rows.shape[1], device=rows.device)
+    scratch = torch.empty(min(len(rows), _CHUNK_ROWS), rows.shape[1], dtype=torch.float32, device=rows.device)
     for begin in range(0, len(rows), _CHUNK_ROWS):
         chunk = slice(begin, begin + _CHUNK_ROWS)
         x, scale = rows[chunk].float(), scales[chunk].unsqueeze(1)

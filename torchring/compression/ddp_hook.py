@@ -109,9 +109,8 @@ class HookAllReduce(NativeAllReduce):
         self, wires: Sequence[Any], plan: Plan, specs: Sequence[ParameterSpec], parameters: Any, *, num_kept: int
     ) -> None:
         """See `PlannedAllReduce`."""
-        kept = [each for each in self._buckets.values() if each.plan.index < num_kept]
-        self._buckets = {each.wire.data_ptr(): each for each in kept}
-        for each in kept:
+        self._buckets = {place: each for place, each in self._buckets.items() if each.plan.index < num_kept}
+        for each in self._buckets.values():
             each.is_last_one = False
         for wire, bucket in zip(wires, plan.buckets, strict=True):
             is_last = bucket is plan.buckets[-1]
@@ -128,10 +127,8 @@ class HookAllReduce(NativeAllReduce):
         if bucket is None:
             return super().start(wire) if target is not None else super().abort_bucket(wire)
         if not dist.is_initialized():
-            raise ValueError(
-                "hooks of DistributedDataParallel send through torch.distributed's process group: call "
-                "torchring.init(process_group=True) first"
-            )
+            text = "hooks of DistributedDataParallel send through torch.distributed's process group: call "
+            raise ValueError(f"{text}torchring.init(process_group=True) first")
         if self._last is not None:
             self._last.wait()
         bucket.wire = values.mul_(self._num_ranks)  # the hook divides by it

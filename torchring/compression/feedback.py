@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from torchring.collectives.service import collectives_of
-from torchring.compression.schemes import CompressedAllReduce
+from torchring.compression.schemes import COMPRESSED, CompressedAllReduce
 
 
 def state_dict(optimizer: Any) -> dict[str, torch.Tensor]:
@@ -21,14 +21,14 @@ def state_dict(optimizer: Any) -> dict[str, torch.Tensor]:
         By parameter name, an fp32 tensor on the CPU, 1-D, as long as the gradient, in the order of its memory. The same
         on all ranks; empty where nothing is compressed.
     """
-    sync = optimizer._live_sync()
-    all_reduce = sync.layout.all_reduce if hasattr(sync, "layout") else None
-    if not isinstance(all_reduce, CompressedAllReduce):
+    sync, all_reduce = _parts_of(optimizer)
+    if all_reduce is None:
         return {}
-    own = all_reduce.feedback()
-    sums = {}
+    own, sums = all_reduce.feedback(), {}
     for spec in sync.specs:
-        mine = own.get(spec.name, torch.zeros(spec.num_reals, device="cpu"))
+        if spec.is_sparse or spec.real_dtype not in COMPRESSED:
+            continue
+        mine = own.get(spec.name, torch.zeros(spec.num_reals, dtype=torch.float32, device="cpu"))
         sums[spec.name] = collectives_of(sync.world).all_reduce(mine, "sum")
     return sums
 
@@ -41,9 +41,8 @@ def load_state_dict(optimizer: Any, state: dict[str, torch.Tensor]) -> None:
     Raises:
         ValueError: a tensor in `state` is not as long as the gradient of its parameter.
     """
-    sync = optimizer._live_sync()
-    all_reduce = sync.layout.all_reduce if hasattr(sync, "layout") else None
-    if not isinstance(all_reduce, CompressedAllReduce):
+    sync, all_reduce = _parts_of(optimizer)
+    if all_reduce is None:
         return
     for spec in sync.specs:
         given = state.get(spec.name)
@@ -51,3 +50,9 @@ def load_state_dict(optimizer: Any, state: dict[str, torch.Tensor]) -> None:
             raise ValueError(f"the state of {spec.name} has shape {tuple(given.shape)}, not ({spec.num_reals},)")
     num_owners = len(all_reduce.transport.ranks)  # of each element
     all_reduce.load_feedback({name: given / num_owners for name, given in state.items()})
+
+
+def _parts_of(optimizer: Any) -> tuple[Any, CompressedAllReduce | None]:
+    sync = optimizer._live_sync()
+    found = sync.layout.all_reduce if hasattr(sync, "layout") else None  # else in a world of one
+    return sync, found if isinstance(found, CompressedAllReduce) else None

@@ -58,9 +58,9 @@ class _Matrix:
         self.begin = begin
         self.end = begin + num_rows * num_columns
         self.shape = num_rows, num_columns
-        generator = torch.Generator().manual_seed(seed)  # alike on all ranks
-        start = [torch.randn(length, settings.rank, generator=generator) for length in self.shape]
-        self.left, self.right = (torch.linalg.qr(each)[0] for each in start)  # P and Q
+        generator = torch.Generator("cpu").manual_seed(seed)  # alike on all ranks
+        start = [torch.empty(length, settings.rank, dtype=torch.float32, device="cpu") for length in self.shape]
+        self.left, self.right = (torch.linalg.qr(each.normal_(generator=generator))[0] for each in start)  # P and Q
 
     def project(self, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Two matrices whose product is the result, given X Q and X^T P."""
@@ -91,7 +91,7 @@ class PowerSGDCodec:
             self._spans += [(piece.begin, matrix.begin), (matrix.end, piece.end)]
         self._lengths = [end - begin for begin, end in self._spans]
         lengths = [side * settings.rank for matrix in self._matrices for side in 2 * matrix.shape]
-        self._message = torch.zeros(sum(lengths) + sum(self._lengths), device="cpu")
+        self._message = torch.zeros(sum(lengths) + sum(self._lengths), dtype=torch.float32, device="cpu")
         *factors, self._rest = torch.split(self._message, [*lengths, sum(self._lengths)])
         thin = [factor.view(-1, settings.rank) for factor in factors]
         self._factors = list(zip(thin[::4], thin[1::4], thin[2::4], thin[3::4], strict=True))  # in the order above
@@ -125,7 +125,7 @@ class PowerSGDCodec:
 
     def prepare(self) -> None:
         for matrix, (*_, next_left, next_right) in zip(self._matrices, self._factors, strict=True):
-            if _are_finite(next_left, next_right):  # on all ranks, or on none
+            if _are_finite(next_left, next_right) and next_left.any():  # on all ranks, or on none. Else as it was.
                 matrix.left, matrix.right = torch.linalg.qr(next_left)[0], torch.linalg.qr(next_right)[0]
 
 

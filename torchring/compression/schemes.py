@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from torchring.allreduce.contract import AllReduce, BucketWork
-from torchring.allreduce.hierarchical import open_hierarchical
+from torchring.allreduce.hierarchical import HierarchicalAllReduce, open_hierarchical
 from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.select import Choice, open_all_reduce
 from torchring.compression.codec import ROW, Codec, Contents, Piece
@@ -17,7 +17,7 @@ from torchring.compression.custom import Compressor, CustomCodec
 from torchring.compression.ddp_hook import DDPHook, HookAllReduce
 from torchring.compression.int8 import Int8Codec
 from torchring.compression.powersgd import PowerSGD, PowerSGDCodec
-from torchring.compression.transport import CompressingTransport, opens
+from torchring.compression.transport import CompressingTransport
 from torchring.errors import in_step
 from torchring.gradients.layout import Options
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
@@ -56,13 +56,14 @@ class Scheme:
 
     def check(self, options: Options) -> None:
         """Raise ValueError for what is no compression, or does not go with it."""
-        if self.settings != "int8" and not isinstance(self.settings, (PowerSGD, DDPHook, Compressor)):
-            known = (
-                "None, 'fp16', 'bf16', 'int8', 'powersgd', a torchring.compression.PowerSGD, an object with compress()"
-            )
-            known += " and decompress(), or torchring.ddp_hook(...)"
+        is_class = isinstance(self.settings, type)
+        if self.settings != "int8" and (is_class or not isinstance(self.settings, (PowerSGD, DDPHook, Compressor))):
+            known = "None, 'fp16', 'bf16', 'int8', 'powersgd', a torchring.compression.PowerSGD, an object with "
+            known += "compress() and decompress(), or torchring.ddp_hook(...)"
             raise ValueError(f"compression must be {known}, got {self.settings!r}")
         most = options.max_error
+        if most is not None and isinstance(self.settings, DDPHook):
+            raise ValueError("max_error takes a compression that checks itself, such as 'int8'; a hook does not")
         if most is not None and not (isinstance(most, (int, float)) and 0 < most < math.inf):
             raise ValueError(f"max_error must be a number above 0, such as 0.1, or None, got {most!r}")
 
@@ -87,21 +88,26 @@ class Scheme:
         if choice.algorithm not in ("native", "hierarchical") or overlap == "inline":
             open_all_reduce(world, choice.algorithm, overlap)  # which says why not
         transports: list[CompressingTransport] = []
-        inner: AllReduce[Any]
+        inner: NativeAllReduce | HierarchicalAllReduce
+
+        def opens(world: World, ranks: Sequence[int] | None = None) -> CompressingTransport:
+            transports.append(CompressingTransport(open_transport(world, ranks), open_transport(world, ranks)))
+            return transports[0]
+
         if choice.algorithm == "hierarchical":
-            inner = open_hierarchical(world, opens(transports.append), _COLUMN_BYTES)
+            inner = open_hierarchical(world, opens, _COLUMN_BYTES)
         else:
-            inner = NativeAllReduce(opens(transports.append)(world))
+            inner = NativeAllReduce(opens(world))
         return CompressedAllReduce(inner, transports[0], self), choice._replace(
             reason=f"{choice.reason}; compressed by {self} between hosts"
         )
 
-    def codec(self, contents: Contents, num_ranks: int, place: int) -> Codec:
+    def codec(self, contents: Contents, ranks: Sequence[int], rank: int) -> Codec:
         if self.settings == "int8":
-            return Int8Codec(contents, num_ranks, place)
+            return Int8Codec(contents, len(ranks), ranks.index(rank))
         if isinstance(self.settings, PowerSGD):
             return PowerSGDCodec(contents, self.settings)
-        return CustomCodec(contents, self.settings, num_ranks)
+        return CustomCodec(contents, self.settings, len(ranks))
 
 
 def scheme_of(compression: object) -> Scheme:
@@ -114,32 +120,30 @@ def scheme_of(compression: object) -> Scheme:
 class CompressedAllReduce:
     """`native` or `hierarchical`, whose sums between hosts are compressed. See `AllReduce`."""
 
-    def __init__(self, inner: Any, transport: CompressingTransport, scheme: Scheme) -> None:
+    def __init__(
+        self, inner: NativeAllReduce | HierarchicalAllReduce, transport: CompressingTransport, scheme: Scheme
+    ) -> None:
         self.algorithm, self.in_background = inner.algorithm, inner.in_background
-        self.open_wires, self.fail = inner.open_wires, inner.fail
+        self.open_wires, self.abort_bucket, self.fail = inner.open_wires, inner.abort_bucket, inner.fail
         self.scheme = scheme
         self.transport = transport
         self.sampled: Any = None  # the wire of which `take` is called with the gradients of this rank
         self.take: Callable[[torch.Tensor], None]
-        self._inner = inner
-        self._buckets: list[tuple[BucketPlan, Contents, Codec] | None] = []
+        self._inner: AllReduce[Any] = inner
+        self._buckets: list[tuple[Contents, Codec | None]] = []
 
     @property
     def num_bytes(self) -> int:
         """That this rank sends between hosts in a reduction."""
-        return sum(bucket[2].num_bytes for bucket in self._buckets if bucket)
+        is_exact = self.transport.is_exact
+        return sum(c.buffer.nbytes if is_exact or codec is None else codec.num_bytes for c, codec in self._buckets)
 
     def start(self, wire: Any) -> BucketWork:
         if wire is self.sampled:
             for number, (tensor, factor, _) in getattr(wire, "deferred", {}).items():  # the sum will pack them again
                 torch.mul(tensor, factor, out=wire.blocks[number].own)
             self.take(wire.tensor)
-        work: BucketWork = self._inner.start(wire)
-        return work
-
-    def abort_bucket(self, wire: Any) -> BucketWork:
-        work: BucketWork = self._inner.abort_bucket(wire)
-        return work
+        return self._inner.start(wire)
 
     def lay_out(
         self, wires: Sequence[Any], plan: Plan, specs: Sequence[ParameterSpec], parameters: Any, *, num_kept: int
@@ -149,56 +153,53 @@ class CompressedAllReduce:
         for wire, bucket in zip(wires, plan.buckets, strict=True):
             buffer = wire.own if hasattr(wire, "own") else wire.whole
             if not buffer.numel() or bucket.wire_dtype not in COMPRESSED:
-                self._buckets.append(None)
+                self._buckets.append((Contents(bucket.index, buffer, (), buffer[:0]), None))
                 continue
             first = (buffer.data_ptr() - wire.tensor.data_ptr()) // buffer.itemsize
             pieces = list(_pieces(bucket, specs, first, first + buffer.numel()))
-            contents = Contents(bucket.index, buffer, pieces, torch.zeros(buffer.numel(), device="cpu"))
-            for piece in pieces:
-                if (kept := self.scheme.kept.get(piece.name)) is not None:
-                    contents.feedback_of(piece).copy_(kept[piece.first : piece.first + piece.end - piece.begin])
-            codec = self.scheme.codec(
-                contents, len(self.transport.ranks), self.transport.ranks.index(self.transport.rank)
-            )
-            self._buckets.append((bucket, contents, codec))
+            feedback = torch.zeros(buffer.numel(), dtype=torch.float32, device="cpu")
+            contents = Contents(bucket.index, buffer, pieces, feedback)
+            _load(contents, self.scheme.kept)
+            codec = self.scheme.codec(contents, self.transport.ranks, self.transport.rank)
+            self._buckets.append((contents, codec))
             self.transport.codecs[buffer.data_ptr()] = codec
         self.scheme.kept.clear()
 
-    def keep(self, num_kept: int = 0) -> dict[str, torch.Tensor]:
+    def keep(self, num_kept: int = 0) -> None:
         """Have the scheme keep the feedback of all buckets but the first `num_kept`, which are not reduced any more."""
-        kept = self.scheme.kept
         while len(self._buckets) > num_kept:
-            if (bucket := self._buckets.pop()) is not None:
-                contents = bucket[1]
-                del self.transport.codecs[contents.buffer.data_ptr()]
-                add_feedback(contents, kept)
-        return kept
+            contents, _ = self._buckets.pop()
+            self.transport.codecs.pop(contents.buffer.data_ptr(), None)
+            _add_feedback(contents, self.scheme.kept)
 
     def feedback(self) -> dict[str, torch.Tensor]:
         """A copy of what error feedback has kept, as `Scheme.kept`."""
         copies: dict[str, torch.Tensor] = {}
-        for bucket in filter(None, self._buckets):
-            add_feedback(bucket[1], copies)
+        for contents, _ in self._buckets:
+            _add_feedback(contents, copies)
         return copies
 
     def load_feedback(self, state: dict[str, torch.Tensor]) -> None:
         """The inverse of `feedback`."""
-        for _, contents, _ in filter(None, self._buckets):
-            for piece in contents.pieces:
-                own = contents.feedback_of(piece)
-                own.zero_()
-                if (given := state.get(piece.name)) is not None:
-                    own.copy_(given[piece.first : piece.first + len(own)])
+        for contents, _ in self._buckets:
+            contents.feedback.zero_()
+            _load(contents, state)
 
     def close(self) -> None:
         self._inner.close()
         self.keep()
 
 
-def add_feedback(contents: Contents, kept: dict[str, torch.Tensor]) -> None:
+def _load(contents: Contents, kept: dict[str, torch.Tensor]) -> None:
+    for piece in contents.pieces:
+        if (given := kept.get(piece.name)) is not None:
+            contents.feedback_of(piece).copy_(given[piece.first : piece.first + piece.end - piece.begin])
+
+
+def _add_feedback(contents: Contents, kept: dict[str, torch.Tensor]) -> None:
     for piece in contents.pieces:
         if piece.name not in kept:
-            kept[piece.name] = torch.zeros(math.prod(piece.shape), device="cpu")
+            kept[piece.name] = torch.zeros(math.prod(piece.shape), dtype=torch.float32, device="cpu")
         kept[piece.name][piece.first : piece.first + piece.end - piece.begin] = contents.feedback_of(piece)
 
 

@@ -4,10 +4,10 @@ One thread compresses a buffer and starts its first collective. Another thread w
 be sent, through a second transport. So the network is busy with a bucket while the bucket before is decoded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -16,9 +16,7 @@ from torchring.allreduce.threaded import WorkOnThread
 from torchring.compression.codec import Codec
 from torchring.errors import FirstFailure, RingError
 from torchring.threads import SerialThread
-from torchring.transport.c10d import open_transport
 from torchring.transport.contract import Transfer, Transport
-from torchring.world import World
 
 
 class CompressingTransport:
@@ -34,7 +32,8 @@ class CompressingTransport:
         self._first, self._second = first, second
         self._starting, self._ending = SerialThread("torchring-compresses"), SerialThread("torchring-decodes")
         self._failure = FirstFailure()
-        self._prepared: dict[Codec, Future[None]] = {}
+        self._error: BaseException | None = None  # the first on the threads, of a script's compressor, for example
+        self._prepared = WeakKeyDictionary[Codec, Future[None]]()  # codecs of an old plan are dropped
 
     def start_all_reduce(self, tensor: torch.Tensor) -> BucketWork:
         return self._start(tensor, self.weight, self._codec_of(tensor))
@@ -64,11 +63,20 @@ class CompressingTransport:
             else:
                 codec.end(tensor, weight, started.pop(), self._second)
 
-        begun = WorkOnThread(self._starting, begin, self._failure, self.fail)
-        work = WorkOnThread(self._ending, end, self._failure, self.fail)
+        begun = WorkOnThread(self._starting, partial(self._run, begin), self._failure, self.fail)
+        work = WorkOnThread(self._ending, partial(self._run, end), self._failure, self.fail)
         if codec is not None:
             self._prepared[codec] = self._ending.submit(codec.prepare)
         return work
+
+    def _run(self, part: Callable[[], None]) -> None:
+        if self._error is not None:  # send nothing: other ranks would take it for what this rank has not sent
+            raise self._error
+        try:
+            part()
+        except BaseException as error:
+            self._error = error
+            raise
 
     def fail(self, error: RingError) -> RingError:
         self._failure.set(error)
@@ -78,16 +86,3 @@ class CompressingTransport:
     def close(self) -> None:
         for each in (self._starting, self._ending, self._first, self._second):
             each.close()
-
-
-def open_compressing(
-    world: World, ranks: Sequence[int] | None = None, *, opened: Callable[[CompressingTransport], Any]
-) -> Transport:
-    """Collective in the world: as `open_transport`, and two of them. `opened` is called with what is returned."""
-    transport = CompressingTransport(open_transport(world, ranks), open_transport(world, ranks))
-    opened(transport)
-    return transport
-
-
-def opens(opened: Callable[[CompressingTransport], Any]) -> Callable[..., Transport]:
-    return partial(open_compressing, opened=opened)
