@@ -19,13 +19,13 @@ class _Exchange:
     """What ranks in threads share: the n-th collective of all ranks is one."""
 
     def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=20)
         self._sent: list[torch.Tensor] = [torch.empty(0)] * size
 
     def all_gather(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._barrier.wait()
+        self.barrier.wait()
         self._sent[rank] = tensor.clone()
-        self._barrier.wait()
+        self.barrier.wait()
         return list(self._sent)
 
 
@@ -35,6 +35,7 @@ class _Transport:
     def __init__(self, exchange: _Exchange, rank: int) -> None:
         self._gather = lambda tensor: exchange.all_gather(rank, tensor)
         self._rank = rank
+        self.ranks = range(exchange.barrier.parties)
 
     def start_all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
         output.copy_(torch.stack([sent[self._rank] for sent in self._gather(tensor)]))
@@ -242,3 +243,5 @@ def test_a_compressor_that_returns_something_else() -> None:
     Wrong.returned = b"12"
     with pytest.raises(RanksFailed, match=r"Wrong\.decompress\(\) returns a tensor of shape \(\d+,\), got shape"):
         reduce()
+    with pytest.raises(RanksFailed, match=r"compress\(\) returned torch\.bfloat16 here, and not on rank 1"):
+        _steps(lambda c, size, rank: CustomCodec(c, _Halves(as_bytes=rank == 1), size), 2)

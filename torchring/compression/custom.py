@@ -1,5 +1,6 @@
 """A script's own compression."""
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -7,9 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from torchring.compression.codec import Contents
+from torchring.errors import ranks_in_words
 from torchring.transport.contract import Transfer, Transport
-
-_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,14 +50,14 @@ class Compressor(Protocol):
 
 
 class CustomCodec:
-    """See `Codec`. A message of lengths comes before the data."""
+    """See `Codec`. A message of lengths and dtypes comes before the data."""
 
     def __init__(self, contents: Contents, compressor: Compressor, num_ranks: int) -> None:
         self._compressor = compressor
         self._contents = contents
         self._num_ranks = num_ranks
         self._data: torch.Tensor | bytes = b""  # what this rank sends in the reduction under way
-        self._lengths = torch.zeros(num_ranks, _LENGTH_BYTES, dtype=torch.uint8, device="cpu")
+        self._told = torch.zeros(num_ranks, 2, dtype=torch.int64, device="cpu").view(torch.uint8)
         self.num_bytes = 0
 
     def begin(self, tensor: torch.Tensor, weight: float, transport: Transport) -> Transfer:
@@ -66,30 +66,30 @@ class CustomCodec:
             shape = f" of shape {tuple(data.shape)}" if isinstance(data, torch.Tensor) else ""
             raise TypeError(f"{self._name}.compress() returns bytes or a 1-D tensor, got {type(data).__name__}{shape}")
         self.num_bytes = len(_as_bytes(data))
-        length = torch.tensor([self.num_bytes], dtype=torch.int64, device="cpu").view(torch.uint8)
-        return transport.start_all_gather(self._lengths, length)
+        told = torch.tensor([self.num_bytes, _kind_of(data)], dtype=torch.int64, device="cpu")
+        return transport.start_all_gather(self._told, told.view(torch.uint8))
 
     def end(self, tensor: torch.Tensor, weight: float, transfer: Transfer, transport: Transport) -> None:
         transfer.wait()
-        lengths = self._lengths.view(torch.int64).flatten().tolist()
+        lengths, kinds = self._told.view(torch.int64).T.tolist()
+        if others := [rank for rank, kind in zip(transport.ranks, kinds, strict=True) if kind != _kind_of(self._data)]:
+            own = self._data.dtype if isinstance(self._data, torch.Tensor) else "bytes"
+            raise TypeError(f"{self._name}.compress() returned {own} here, and not on {ranks_in_words(others)}")
         mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         mine[: self.num_bytes] = _as_bytes(self._data)
         everybody = torch.empty(self._num_ranks, max(lengths), dtype=torch.uint8, device="cpu")
         transport.start_all_gather(everybody, mine).wait()
-        total = torch.zeros(len(tensor), device="cpu")
-        for rank, (row, length) in enumerate(zip(everybody, lengths, strict=True)):
-            total += self._decompressed(row[:length], rank, tensor)
+        total = torch.zeros(len(tensor), dtype=torch.float32, device="cpu")
+        for row, length in zip(everybody, lengths, strict=True):
+            total += self._decompressed(row[:length], tensor)
         tensor.copy_(total)
         self._contents.clear_padding(tensor)
 
     def prepare(self) -> None: ...
 
-    def _decompressed(self, sent: torch.Tensor, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _decompressed(self, sent: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         data: torch.Tensor | bytes = sent.numpy().tobytes()
         if isinstance(self._data, torch.Tensor):
-            if len(sent) % self._data.itemsize:
-                own = f"{self._data.dtype} here"
-                raise ValueError(f"{self._name}.compress() returned {len(sent)} bytes on a rank, and {own}")
             data = sent.clone().view(self._data.dtype)
         result = self._compressor.decompress(data, self._bucket(tensor))
         if not isinstance(result, torch.Tensor) or result.shape != tensor.shape:
@@ -105,6 +105,10 @@ class CustomCodec:
         pieces = self._contents.pieces
         gradients = [tensor[piece.begin : piece.end] for piece in pieces]
         return Bucket(self._contents.index, tensor, [piece.name for piece in pieces], gradients)
+
+
+def _kind_of(data: torch.Tensor | bytes) -> int:
+    return zlib.crc32(str(data.dtype).encode()) if isinstance(data, torch.Tensor) else 0
 
 
 def _as_bytes(data: torch.Tensor | bytes) -> torch.Tensor:
