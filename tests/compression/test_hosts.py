@@ -76,9 +76,9 @@ def _accumulating(optimizer: Any, model: torch.nn.Module, rank: int, step: int) 
 
 
 def _aborting(optimizer: Any, model: torch.nn.Module, rank: int, step: int) -> None:
-    """A backward that ends on all ranks in the middle, after a bucket has left, and another one in its place."""
-    if step == 4:
-        model[0].weight.register_hook(_raise_once())
+    """Backwards that end in the middle: on one rank, before a bucket has left; and on all ranks, after one has."""
+    if step == 4 or (rank, step) == (1, 2):
+        model[0 if step == 4 else 5].weight.register_hook(_raise_once())
         with contextlib.suppress(ZeroDivisionError):
             _loss(model, rank, 77).backward()
     _plain(optimizer, model, rank, step)
@@ -117,6 +117,7 @@ def _joining(rank: int, compression: Any) -> torch.Tensor:
 
 def _two_optimizers(rank: int, compression: Any) -> torch.Tensor:
     model = _model()
+    torch.set_default_dtype(torch.bfloat16)  # what is kept and sent has a dtype of its own
     halves = [torch.optim.SGD(half.parameters(), lr=0.05) for half in (model[:2], model[2:])]
     optimizers = [torchring.wrap(half, compression=compression) for half in halves]
     for i in range(STEPS):
@@ -126,6 +127,7 @@ def _two_optimizers(rank: int, compression: Any) -> torch.Tensor:
             optimizer.step()
     for optimizer in optimizers:
         optimizer.close()
+    torch.set_default_dtype(torch.float32)
     return _weights(model)
 
 
@@ -315,6 +317,8 @@ def test_hooks_of_ddp_train_as_under_ddp(rank: int) -> None:
         ({"compression": "int4"}, "compression must be None, 'fp16', 'bf16', 'int8', .* got 'int4'"),
         ({"compression": "int8", "max_error": 0}, "max_error must be a number above 0, .* got 0"),
         ({"max_error": 0.1}, "max_error takes a compression that checks itself"),
+        ({"max_error": 0.1, "compression": torchring.ddp_hook(None, print)}, "max_error takes .* a hook does not"),
+        ({"compression": torchring.compression.Compressor}, "compression must be None, .* got <class"),
     ],
 )
 def test_wrong_options_are_told(options: dict[str, Any], said: str) -> None:

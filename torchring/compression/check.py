@@ -31,7 +31,6 @@ class CompressionCheck(Participant):
         self._reducer = reducer
         self._max_error = setup.options.max_error
         self._is_over = False  # the error was too large
-        self._num_checks = 0
         embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
         modules = () if setup.model is None else setup.model.modules()
         weights = {id(module.weight) for module in modules if isinstance(module, embeddings)}
@@ -51,10 +50,10 @@ class CompressionCheck(Participant):
         self._sample, all_reduce.sampled = None, None
         if transport.is_exact or number % REDUCTIONS_BETWEEN_CHECKS != _FIRST:
             return
-        buckets = [each for each in self._reducer.launcher.buckets if each.plan.wire_dtype in COMPRESSED]
-        if buckets:
-            self._bucket = buckets[self._num_checks % len(buckets)]
-            self._num_checks += 1
+        buckets = self._reducer.launcher.buckets
+        if buckets := [each for each in buckets if each.plan.numel and each.plan.wire_dtype in COMPRESSED]:
+            # By number: a rank begins a reduction twice, if a backward ends before a bucket has left.
+            self._bucket = buckets[number // REDUCTIONS_BETWEEN_CHECKS % len(buckets)]
             self._rows = self._rows_of(self._bucket)
             all_reduce.sampled, all_reduce.take = self._bucket.wire, self._take
 
@@ -92,9 +91,7 @@ class CompressionCheck(Participant):
     def _end(self, kind: str, share: float) -> None:
         self._is_over = True
         if self._reducer.world.rank == 0:
-            scheme = self._reducer.options.compression
-            text = (
-                f"compression={scheme} changes the gradients of {kind} parameters by {share:.3g} of their norm, more "
-            )
-            text += f"than max_error={self._max_error}: from now on all ranks send full precision"
+            text = f"compression={self._reducer.options.compression} changes the gradients of {kind} parameters by "
+            text += f"{share:.3g} of their norm, more than max_error={self._max_error}: from now on all ranks send "
+            text += "full precision"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
