@@ -261,13 +261,8 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
             sent = row["link_bytes"][name]
             ratio = (spread.p50 - alone) / (ddp - alone) if ddp > alone else float("nan")
             cells = [row["model"], row["rate"], row["layout"], name, spread.text(1 if alone < 50 else 0)]
-            cells += [
-                f"{spread.p50 - alone:.1f}",
-                f"{1 - alone / spread.p50:.0%}",
-                f"{ratio:.2f}",
-                f"{ddp / spread.p50:.2f}x",
-                f"{sent / 1e6:.1f}",
-            ]
+            cells += [f"{spread.p50 - alone:.1f}", f"{1 - alone / spread.p50:.0%}", f"{ratio:.2f}"]
+            cells += [f"{ddp / spread.p50:.2f}x", f"{sent / 1e6:.1f}"]
             cells += [f"{sent * 8e3 / netns.bits_per_second(row['rate']):.1f}"]
             table.append([*cells, f"{row['weight_difference'].get(name, 0.0):.0e}"])
     title = f"Training steps between hosts, 1 thread per rank on {about['cores']} cores, p50 (p20-p80)"

@@ -17,13 +17,7 @@ from torchring.gradients.bucket import Bucket
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.ledger import Ledger
 from torchring.gradients.places import open_bucket
-from torchring.gradients.plan import (
-    LAST_BUCKET_BYTES,
-    ParameterSpec,
-    Plan,
-    build_plan,
-    default_bucket_mb,
-)
+from torchring.gradients.plan import LAST_BUCKET_BYTES, ParameterSpec, Plan, build_plan, default_bucket_mb
 from torchring.observer import Progress
 from torchring.rooms import room
 from torchring.world import World
