@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from torchring.collectives.service import internal_collectives_of
-from torchring.compression.codec import ROW
+from torchring.compression.codec import ROW, is_vector
 from torchring.compression.schemes import COMPRESSED, CompressedAllReduce
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.contract import Setup
@@ -45,7 +45,8 @@ class CompressionCheck(Participant):
         if not isinstance(all_reduce, CompressedAllReduce):  # all ranks are on one host
             return
         transport, number = all_reduce.transport, current.number - all_reduce.scheme.num_exact
-        transport.weight = 0.0 if current.is_absent else current.weight
+        # A share of all weights that grows would make what was kept too large, so nothing is kept with `weigh`.
+        transport.weight = float(not (current.is_absent or current.mine["is_weighted"]))
         transport.is_exact = self._is_over or number < 0
         self._sample, all_reduce.sampled = None, None
         if transport.is_exact or number % REDUCTIONS_BETWEEN_CHECKS != _FIRST:
@@ -63,9 +64,8 @@ class CompressionCheck(Participant):
         exact = internal_collectives_of(self._reducer.world).all_reduce(self._sample, "sum")
         error, self._sample = self._look(self._bucket.wire.tensor) - exact, None
         lengths = [len(rows) for rows in self._rows.values()]
-        for kind, wrong, right in zip(
-            self._rows, torch.split(error, lengths), torch.split(exact, lengths), strict=True
-        ):
+        parts = (torch.split(each, lengths) for each in (error, exact))
+        for kind, wrong, right in zip(self._rows, *parts, strict=True):
             share = (wrong.norm() / right.norm()).item()
             if math.isfinite(share):
                 self._reducer.compression_error[kind] = share
@@ -83,8 +83,7 @@ class CompressionCheck(Participant):
     def _rows_of(self, bucket: Bucket) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
         for slot, name, parameter in zip(bucket.plan.slots, bucket.names, bucket.parameters, strict=True):
-            is_vector = sum(length > 1 for length in parameter.shape) < 2
-            kind = "embedding" if name in self._embeddings else "1-D" if is_vector else "matrix"
+            kind = "embedding" if name in self._embeddings else "1-D" if is_vector(parameter.shape) else "matrix"
             found.setdefault(kind, []).extend(range(slot.offset // ROW, math.ceil((slot.offset + slot.numel) / ROW)))
         return {kind: rows[:: math.ceil(len(rows) / _MOST_ROWS)] for kind, rows in found.items() if rows}
 

@@ -21,10 +21,10 @@ class Piece(NamedTuple):
     end: int  # without the padding up to the next multiple of ROW
     first: int  # element of the whole gradient, in memory order
 
-    @property
-    def is_vector(self) -> bool:
-        """Whether the parameter is a bias or a scale of a norm, which travels as it is."""
-        return sum(length > 1 for length in self.shape) < 2
+
+def is_vector(shape: Sequence[int]) -> bool:
+    """Whether a parameter is a bias or a scale of a norm, which travels as it is."""
+    return sum(length > 1 for length in shape) < 2
 
 
 @dataclass(frozen=True, eq=False)

@@ -113,8 +113,8 @@ class HookAllReduce(NativeAllReduce):
         for each in self._buckets.values():
             each.is_last_one = False
         for wire, bucket in zip(wires, plan.buckets, strict=True):
-            is_last = bucket is plan.buckets[-1]
-            self._buckets[wire.whole.data_ptr()] = GradBucket(bucket, specs, wire.whole, is_last, parameters)
+            whole, is_last = wire.whole, bucket is plan.buckets[-1]
+            self._buckets[whole.data_ptr()] = GradBucket(bucket, specs, whole, is_last, parameters)
 
     def start(self, wire: NativeWire) -> Any:
         return self._call(wire, wire.whole, wire.whole)

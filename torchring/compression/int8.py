@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from torchring.compression.codec import ROW, Contents
+from torchring.compression.codec import ROW, Contents, is_vector
 from torchring.kernels.reference_quantize import add_rows, decode_rows, quantize_rows
 from torchring.transport.contract import Transfer, Transport
 
@@ -70,7 +70,7 @@ class Int8Codec:
         self._place = place
         is_exact = torch.zeros(len(self._feedback), dtype=torch.bool, device="cpu")
         for piece in contents.pieces:
-            is_exact[piece.begin // ROW : math.ceil(piece.end / ROW)] = piece.is_vector
+            is_exact[piece.begin // ROW : math.ceil(piece.end / ROW)] = is_vector(piece.shape)
         ends = cut(is_exact, num_ranks)
         bounds = list(zip([0, *ends], ends, strict=False))
         exact = [begin + is_exact[begin:end].nonzero().flatten() for begin, end in bounds]

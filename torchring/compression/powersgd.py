@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchring.compression.codec import Contents
+from torchring.compression.codec import Contents, is_vector
 from torchring.transport.contract import Transfer, Transport
 
 
@@ -46,9 +46,6 @@ class PowerSGD:
                 raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")
         if not isinstance(self.min_rate, (int, float)) or not 1 <= self.min_rate < math.inf:
             raise ValueError(f"min_rate must be a number, 1 or more, got {self.min_rate!r}")
-
-    def __str__(self) -> str:
-        return repr(self)
 
 
 class _Matrix:
@@ -83,7 +80,7 @@ class PowerSGDCodec:
             columns = math.prod(piece.shape[1:])
             first = math.ceil(piece.first / columns) * columns  # of the first whole row of the parameter
             rows = (piece.first + piece.end - piece.begin - first) // columns
-            if piece.is_vector or 2 * (rows + columns) * settings.rank * settings.min_rate > rows * columns:
+            if is_vector(piece.shape) or 2 * (rows + columns) * settings.rank * settings.min_rate > rows * columns:
                 self._spans.append((piece.begin, piece.end))
                 continue
             seed = len(self._matrices) + (contents.index << 16)

@@ -18,7 +18,7 @@ from torchring.compression.ddp_hook import DDPHook, HookAllReduce
 from torchring.compression.int8 import Int8Codec
 from torchring.compression.powersgd import PowerSGD, PowerSGDCodec
 from torchring.compression.transport import CompressingTransport
-from torchring.errors import in_step
+from torchring.errors import GradientError, in_step
 from torchring.gradients.layout import Options
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
 from torchring.transport.c10d import open_transport
@@ -66,6 +66,11 @@ class Scheme:
             raise ValueError("max_error takes a compression that checks itself, such as 'int8'; a hook does not")
         if most is not None and not (isinstance(most, (int, float)) and 0 < most < math.inf):
             raise ValueError(f"max_error must be a number above 0, such as 0.1, or None, got {most!r}")
+
+    def check_weigh(self) -> None:
+        """Raise GradientError where `weigh()` would leave out most of a gradient: nothing is kept with it."""
+        if isinstance(self.settings, PowerSGD):
+            raise GradientError("weigh() takes no compression='powersgd'; use 'int8' or 'bf16'")
 
     def check_device(self, world: World) -> None:
         """Raise ValueError if gradients on a device cannot be compressed."""

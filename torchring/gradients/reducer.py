@@ -217,6 +217,8 @@ class Reducer(Reductions):
             raise GradientError("weigh() was called inside backward(); call it before")
         if any(bucket.plan.wire_dtype is torch.float16 for bucket in self.layout.buckets):
             raise GradientError(FP16)
+        if self.options.scheme is not None:
+            self.options.scheme.check_weigh()
         self.weights.drop_stale()
         if (self.accumulate > 1 or self.no_sync_depth or self.weights.num_backwards) and self.ledger.holds_results():
             raise GradientError(ON_RESULTS)
