@@ -201,9 +201,12 @@ class OptimizerGroup:
         """Collective: finish the only reducer."""
         if reduces:
             reducer.join_backward()
-            with reducer.failing():
+            try:
                 reducer.launch_all()
                 reducer.finish_reduction()
+            except BaseException as error:
+                reducer.fail(error)
+                raise
         reducer.finish_backward(reduces=reduces)
 
     def _reduce_together(self) -> bool:
@@ -226,14 +229,12 @@ class OptimizerGroup:
                 self.start_exchange(late)(self.advance)
             for reducer, reached in zip(reducers, reach, strict=True):
                 if reached == 2:
-                    with reducer.failing():
-                        reducer.launch_all()
+                    reducer.run_or_fail(reducer.launch_all)
             for reducer, reached in zip(reducers, reach, strict=True):
                 if reached:
                     reducer.enter(EXPOSED)  # the reducer before has left it
                     if reached == 2:
-                        with reducer.failing():
-                            reducer.finish_reduction()
+                        reducer.run_or_fail(reducer.finish_reduction)
                     reducer.finish_backward(reduces=reached == 2)
             return heard[0].sums["has_ended"] < self._world.size
         except BaseException:

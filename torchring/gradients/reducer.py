@@ -6,8 +6,8 @@ A backward reduces or it does not, decided when its first gradient arrives: ever
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -135,9 +135,7 @@ class Reducer(Reductions):
         """A backward is over on this rank: launch what needs no other rank, before ranks agree what it has reached."""
         if self.wants_reduction and self._has_reduction:
             self._count_noted()
-            with self.failing():
-                self.launcher.fill_rest()
-                self.launcher.advance()
+            self.run_or_fail(self.launcher.fill_rest, self.launcher.advance)
 
     def _reach(self) -> dict[str, float]:
         return {"reach": self.in_backward + self.wants_reduction, "is_in_no_sync": self.is_in_no_sync}
@@ -149,11 +147,9 @@ class Reducer(Reductions):
         if not self.wants_reduction:  # only other ranks got as far as to begin
             self._begin(reduces=True)
         self._count_noted()
-        with self.failing():
-            if not self._has_reduction:
-                self.begin_reduction(is_unordered=True)
-                self._has_reduction = True
-            self.launcher.fill_rest()
+        if not self._has_reduction:
+            self.run_or_fail(partial(self._begin_reduction, is_unordered=True))
+        self.run_or_fail(self.launcher.fill_rest)
 
     def finish_backward(self, *, reduces: bool) -> None:
         """A backward that reached these parameters on some rank is over. With `reduces`, its reduction is finished."""
@@ -162,9 +158,7 @@ class Reducer(Reductions):
             self.weights.leave_out()
         if reduces:
             if self.reduction.heard.sums["has_newly_trainable"]:
-                with self.failing():
-                    self._adopt_newly_trainable()
-                    self.reduce_again()
+                self.run_or_fail(self._adopt_newly_trainable, self.reduce_again)
             self._num_backwards = 0
             self.weights.reset()
         else:
@@ -194,7 +188,7 @@ class Reducer(Reductions):
     def gradient_failed(self, error: BaseException) -> None:
         """A hook has raised. With no bucket sent yet, backward drops the reduction as after any other error."""
         if self._reduces and self._has_reduction and self.reduction.num_launched:
-            self._fail(error)
+            self.fail(error)
 
     def _count_noted(self) -> None:
         """Backward is over: count the gradients that hooks have noted since a gradient was counted last."""
@@ -392,16 +386,21 @@ class Reducer(Reductions):
         self.on_ready = [self.ledger.mark_local] * len(self.parameters)
         # One backward may reach several groups, in another order on each rank, so beginning must not wait for others.
         is_unordered = self._group.are_several or bool(self.world.members)
-        with self.failing():
-            if not self._group.is_skipping:
-                self.weights.begin()
-                if self.weights.total is not None and not reduces and self.ledger.holds_results():
-                    raise GradientError(ON_RESULTS)
-            # Other ranks may wait in another optimizer's reduction. So with several, ranks agree before they drain.
-            if reduces and not (is_unordered and self.launcher.num_aborted):
-                self.begin_reduction(is_unordered=is_unordered)
-                self._has_reduction = True
+        if not self._group.is_skipping:
+            self.run_or_fail(self._begin_weights)
+        # Other ranks may wait in another optimizer's reduction. So with several, ranks agree before they drain.
+        if reduces and not (is_unordered and self.launcher.num_aborted):
+            self.run_or_fail(partial(self._begin_reduction, is_unordered=is_unordered))
         self.in_backward = True
+
+    def _begin_weights(self) -> None:
+        self.weights.begin()
+        if self.weights.total is not None and not self._reduces and self.ledger.holds_results():
+            raise GradientError(ON_RESULTS)
+
+    def _begin_reduction(self, *, is_unordered: bool) -> None:
+        self.begin_reduction(is_unordered=is_unordered)
+        self._has_reduction = True
 
     def _synchronize(self) -> None:
         collectives = internal_collectives_of(self.world)
@@ -424,8 +423,7 @@ class Reducer(Reductions):
                 self.weights.count_local()
             elif is_weighted and not self.weights.num_backwards:
                 self.weights.has_skipped = True  # no weight is given for nothing
-            with self.failing():
-                self.reduce_again()
+            self.run_or_fail(self.reduce_again)
             self._num_backwards = 0
             self.weights.reset()
             for on_reduced in self._on_reduced:
@@ -464,16 +462,16 @@ class Reducer(Reductions):
         self._handles += attach_hooks(self, len(self._handles))
         self._hooked = [parameter._cdata for parameter in self.parameters]
 
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """Inside, an error ends the reduction on all ranks."""
-        try:
-            yield
+    def run_or_fail(self, *operations: Callable[[], object]) -> None:
+        """Run them in turns. An error in one ends the reduction on all ranks."""
+        try:  # not a context manager, whose own lines Ctrl-C could interrupt
+            for operation in operations:
+                operation()
         except BaseException as error:  # Ctrl-C, too: it may have left a reduction half done
-            self._fail(error)
+            self.fail(error)
             raise
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """This reduction cannot be finished: tell the peers that wait for this rank why."""
         self.failure = error
         self.in_backward = False
