@@ -4,13 +4,13 @@ Source: PowerSGD (Vogels et al. 2019, arXiv 1905.13727), with error feedback and
 two all-reduces, one after the other, and the second waits for an orthogonalisation. Here both thin matrices are of the
 step before, so that one message has all that is needed, and the orthogonalisation runs after the result is out:
 
-    X = G + what earlier steps have lost                    P [n, r], Q [m, r]: orthonormal columns, alike on all ranks
-    all-reduce X Q, X^T P, G Q and G^T P
+    X = G + what earlier steps have lost                    P [n, k], Q [m, k]: orthonormal columns, alike on all ranks
+    all-reduce X Q and X^T P
     result: X less its part outside of both P and Q, which is (X Q) Q^T + P (X^T P - Q (P^T X Q)^T)^T
-    then P and Q of the next step are ready: G Q and G^T P, orthogonalised
+    then P and Q of the next step are ready: the result's own, by a power iteration
 
-G [n, m] is the gradient. What is lost would turn P and Q away from it, so they follow G alone. Vectors, and matrices
-that would not get small enough, travel as they are in the same message.
+G [n, m] is the gradient. P and Q of the step before miss what is new in G, so k is twice the rank. Vectors, and
+matrices that would not get small enough, travel as they are in the same message.
 """
 
 import math
@@ -30,7 +30,7 @@ class PowerSGD:
     from the same message with its own processor, so processors should be alike.
 
     Args:
-        rank: columns of the thin matrices.
+        rank: half the columns of the two thin matrices, so that n rows and m columns become 2 rank (n + m) numbers.
         start: number of reductions before, in full precision: the first gradients are large, and change fast.
         min_rate: matrices that get smaller by a lower factor travel as they are.
     """
@@ -56,7 +56,7 @@ class _Matrix:
         self.end = begin + num_rows * num_columns
         self.shape = num_rows, num_columns
         generator = torch.Generator("cpu").manual_seed(seed)  # alike on all ranks
-        start = [torch.empty(length, settings.rank, dtype=torch.float32, device="cpu") for length in self.shape]
+        start = [torch.empty(length, 2 * settings.rank, dtype=torch.float32, device="cpu") for length in self.shape]
         self.left, self.right = (torch.linalg.qr(each.normal_(generator=generator))[0] for each in start)  # P and Q
 
     def project(self, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,20 +87,18 @@ class PowerSGDCodec:
             self._matrices.append(matrix := _Matrix(piece.begin + first - piece.first, rows, columns, settings, seed))
             self._spans += [(piece.begin, matrix.begin), (matrix.end, piece.end)]
         self._lengths = [end - begin for begin, end in self._spans]
-        lengths = [side * settings.rank for matrix in self._matrices for side in 2 * matrix.shape]
+        lengths = [2 * side * settings.rank for matrix in self._matrices for side in matrix.shape]
         self._message = torch.zeros(sum(lengths) + sum(self._lengths), dtype=torch.float32, device="cpu")
         *factors, self._rest = torch.split(self._message, [*lengths, sum(self._lengths)])
-        thin = [factor.view(-1, settings.rank) for factor in factors]
-        self._factors = list(zip(thin[::4], thin[1::4], thin[2::4], thin[3::4], strict=True))  # in the order above
+        thin = [factor.view(-1, 2 * settings.rank) for factor in factors]
+        self._factors = list(zip(thin[::2], thin[1::2], strict=True))  # in the order above
         self.num_bytes = self._message.nbytes
 
     def begin(self, tensor: torch.Tensor, weight: float, transport: Transport) -> Transfer:
         for values, (begin, end) in zip(torch.split(self._rest, self._lengths), self._spans, strict=True):
             values.copy_(tensor[begin:end])
-        for matrix, (left, right, next_left, next_right) in zip(self._matrices, self._factors, strict=True):
+        for matrix, (left, right) in zip(self._matrices, self._factors, strict=True):
             gradient, feedback = matrix.of(tensor), matrix.of(self._feedback)
-            torch.mm(gradient, matrix.right, out=next_left)
-            torch.mm(gradient.T, matrix.left, out=next_right)
             if weight:
                 gradient.add_(feedback, alpha=weight)
             torch.mm(gradient, matrix.right, out=left)
@@ -114,16 +112,19 @@ class PowerSGDCodec:
         transfer.wait()
         for values, (begin, end) in zip(torch.split(self._rest, self._lengths), self._spans, strict=True):
             tensor[begin:end] = values
-        for matrix, (left, right, *_) in zip(self._matrices, self._factors, strict=True):
+        for matrix, (left, right) in zip(self._matrices, self._factors, strict=True):
             result = matrix.of(tensor)
             torch.mm(*matrix.project(left, right), out=result)
             if tensor.dtype != torch.float32:
                 tensor[matrix.begin : matrix.end] = result.view(-1)
 
     def prepare(self) -> None:
-        for matrix, (*_, next_left, next_right) in zip(self._matrices, self._factors, strict=True):
-            if _are_finite(next_left, next_right) and next_left.any():  # on all ranks, or on none. Else as it was.
-                matrix.left, matrix.right = torch.linalg.qr(next_left)[0], torch.linalg.qr(next_right)[0]
+        for matrix, (left, right) in zip(self._matrices, self._factors, strict=True):
+            columns, rows = matrix.project(left, right)
+            next_right = torch.linalg.qr(rows.T @ (columns.T @ torch.linalg.qr(left)[0]))[0]
+            next_left = torch.linalg.qr(columns @ (rows @ next_right))[0]
+            if _are_finite(next_left, next_right) and left.any():  # on all ranks, or on none. Else as it was.
+                matrix.left, matrix.right = next_left, next_right
 
 
 def _are_finite(*tensors: torch.Tensor) -> bool:
