@@ -9,6 +9,7 @@ import torch
 
 from tests.support.checks import assert_same_on_all_ranks
 from tests.support.harness import RanksFailed, run_threads
+from torchring.compression import custom
 from torchring.compression.codec import ROW, Contents, Piece, is_vector
 from torchring.compression.custom import Bucket, CustomCodec
 from torchring.compression.int8 import Int8Codec, cut
@@ -194,18 +195,22 @@ def test_powersgd_of_a_part_of_a_matrix_and_nan() -> None:
 
 
 class _Halves:
-    """As bfloat16; on rank 1 with something behind, as variable-length codes have."""
+    """As bfloat16, in memory that is used again; on rank 1 with something behind, as variable-length codes have."""
 
     def __init__(self, rank: int = 0, *, as_bytes: bool = False) -> None:
         self._rank = rank
         self._as_bytes = as_bytes
+        self._sent = torch.zeros(4096, dtype=torch.bfloat16)
 
     def compress(self, bucket: Bucket) -> torch.Tensor | bytes:
         assert [view.numel() for view in bucket.gradients] == [1200, 300, 600, 49]
-        data = torch.cat([bucket.buffer.bfloat16(), torch.zeros(self._rank, dtype=torch.bfloat16)])
+        assert custom._one_call.locked()
+        data = self._sent[: len(bucket.buffer) + self._rank]
+        data[: len(bucket.buffer)] = bucket.buffer
         return data.view(torch.uint8).numpy().tobytes() if self._as_bytes else data
 
     def decompress(self, data: torch.Tensor | bytes, bucket: Bucket) -> torch.Tensor:
+        assert custom._one_call.locked()
         if isinstance(data, bytes):
             data = torch.frombuffer(bytearray(data), dtype=torch.bfloat16)
         return data[: len(bucket.buffer)].float()
@@ -213,10 +218,21 @@ class _Halves:
 
 @pytest.mark.parametrize("as_bytes", [False, True])
 def test_a_compressor_of_the_script(as_bytes: bool) -> None:
-    ranks = _steps(lambda c, size, rank: CustomCodec(c, _Halves(rank, as_bytes=as_bytes), size), 3)
-    for step in range(6):
-        expected = sum(gradients[step].bfloat16().float() for gradients, _, _ in ranks)
-        assert [torch.equal(results[step], expected) for _, results, _ in ranks] == [True] * 3
+    """Two buckets under way share it: the second is compressed before the data of the first one leave."""
+
+    def body(rank: int, transport: _Transport) -> Any:
+        both, compressor = (_contents(), _contents()), _Halves(rank, as_bytes=as_bytes)
+        sent = [_fill(contents, rank, i) for i, contents in enumerate(both)]
+        codecs = [CustomCodec(contents, compressor, 3) for contents in both]
+        begun = [codec.begin(contents.buffer, 1.0, transport) for codec, contents in zip(codecs, both, strict=True)]
+        for codec, contents, transfer in zip(codecs, both, begun, strict=True):
+            codec.end(contents.buffer, 1.0, transfer, transport)
+        return sent, [contents.buffer for contents in both]
+
+    ranks = _run(3, body)
+    for i in range(2):
+        expected = sum(sent[i].bfloat16().float() for sent, _ in ranks)
+        assert [torch.equal(results[i], expected) for _, results in ranks] == [True] * 3
 
 
 def test_a_compressor_that_returns_something_else() -> None:

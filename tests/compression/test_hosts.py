@@ -1,6 +1,7 @@
 """Training with compression between hosts: near to what it is without, with the same bits on all ranks."""
 
 import contextlib
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -296,10 +297,10 @@ def test_hooks_of_ddp_train_as_under_ddp(rank: int) -> None:
         for i in range(STEPS):
             _plain(sgd, ddp, rank, i)
         torch.testing.assert_close(weights, _weights(model), rtol=1e-4, atol=1e-5)
-    several, _ = _train(
-        rank, torchring.ddp_hook(PowerSGDState(None, 2, start_powerSGD_iter=3), powerSGD_hook), _plain, {}
-    )
-    assert_same_on_all_ranks(torchring.all_gather(several).split(len(several)))
+    for train in (lambda hook: _train(rank, hook, _plain, {})[0], functools.partial(_mixed, rank)):
+        state = PowerSGDState(None, 2, start_powerSGD_iter=3)
+        several = train(torchring.ddp_hook(state, powerSGD_hook))  # buckets; with complex parameters, too
+        assert_same_on_all_ranks(torchring.all_gather(several).split(len(several)))
     torchring.shutdown()
 
 

@@ -1,15 +1,19 @@
 """A script's own compression."""
 
+import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 
 from torchring.compression.codec import Contents
 from torchring.errors import ranks_in_words
+from torchring.memory.host import bytes_of, tensor_of
 from torchring.transport.contract import Transfer, Transport
+
+_one_call: Final = threading.Lock()  # buckets are compressed on one thread, and decompressed on another
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,52 +58,54 @@ class CustomCodec:
 
     def __init__(self, contents: Contents, compressor: Compressor, num_ranks: int) -> None:
         self._compressor = compressor
+        self._name = type(compressor).__name__
         self._contents = contents
-        self._num_ranks = num_ranks
-        self._data: torch.Tensor | bytes = b""  # what this rank sends in the reduction under way
+        # What this rank sends in the reduction under way
+        self._dtype: torch.dtype | None = None  # None for bytes
+        self._sent: torch.Tensor  # uint8
         self._told = torch.zeros(num_ranks, 2, dtype=torch.int64, device="cpu").view(torch.uint8)
         self.num_bytes = 0
 
     def begin(self, tensor: torch.Tensor, weight: float, transport: Transport) -> Transfer:
-        self._data = data = self._compressor.compress(self._bucket(tensor))
-        if not isinstance(data, bytes) and not (isinstance(data, torch.Tensor) and data.dim() == 1):
-            shape = f" of shape {tuple(data.shape)}" if isinstance(data, torch.Tensor) else ""
-            raise TypeError(f"{self._name}.compress() returns bytes or a 1-D tensor, got {type(data).__name__}{shape}")
-        self.num_bytes = len(_as_bytes(data))
-        told = torch.tensor([self.num_bytes, _kind_of(data)], dtype=torch.int64, device="cpu")
+        with _one_call:
+            data = self._compressor.compress(self._bucket(tensor))
+            if isinstance(data, bytes):
+                self._dtype, self._sent = None, tensor_of(data)
+            elif isinstance(data, torch.Tensor) and data.dim() == 1:
+                self._dtype, self._sent = data.dtype, bytes_of(data.clone())  # the script may use its tensor again
+            else:
+                shape = f" of shape {tuple(data.shape)}" if isinstance(data, torch.Tensor) else ""
+                got = f"{type(data).__name__}{shape}"
+                raise TypeError(f"{self._name}.compress() returns bytes or a 1-D tensor, got {got}")
+        self.num_bytes = len(self._sent)
+        told = torch.tensor([self.num_bytes, _kind_of(self._dtype)], dtype=torch.int64, device="cpu")
         return transport.start_all_gather(self._told, told.view(torch.uint8))
 
     def end(self, tensor: torch.Tensor, weight: float, transfer: Transfer, transport: Transport) -> None:
         transfer.wait()
         lengths, kinds = self._told.view(torch.int64).T.tolist()
-        if others := [rank for rank, kind in zip(transport.ranks, kinds, strict=True) if kind != _kind_of(self._data)]:
-            own = self._data.dtype if isinstance(self._data, torch.Tensor) else "bytes"
+        if others := [rank for rank, kind in zip(transport.ranks, kinds, strict=True) if kind != _kind_of(self._dtype)]:
+            own = self._dtype or "bytes"
             raise TypeError(f"{self._name}.compress() returned {own} here, and not on {ranks_in_words(others)}")
-        mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        mine[: self.num_bytes] = _as_bytes(self._data)
-        everybody = torch.empty(self._num_ranks, max(lengths), dtype=torch.uint8, device="cpu")
+        everybody = torch.empty(len(lengths), max(lengths), dtype=torch.uint8, device="cpu")
+        mine = torch.nn.functional.pad(self._sent, (0, max(lengths) - self.num_bytes))
         transport.start_all_gather(everybody, mine).wait()
         total = torch.zeros(len(tensor), dtype=torch.float32, device="cpu")
         for row, length in zip(everybody, lengths, strict=True):
-            total += self._decompressed(row[:length], tensor)
+            data = row[:length].clone()
+            with _one_call:
+                total += self._decompressed(data.view(self._dtype) if self._dtype else data.numpy().tobytes(), tensor)
         tensor.copy_(total)
         self._contents.clear_padding(tensor)
 
     def prepare(self) -> None: ...
 
-    def _decompressed(self, sent: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        data: torch.Tensor | bytes = sent.numpy().tobytes()
-        if isinstance(self._data, torch.Tensor):
-            data = sent.clone().view(self._data.dtype)
+    def _decompressed(self, data: torch.Tensor | bytes, tensor: torch.Tensor) -> torch.Tensor:
         result = self._compressor.decompress(data, self._bucket(tensor))
         if not isinstance(result, torch.Tensor) or result.shape != tensor.shape:
             got = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
             raise ValueError(f"{self._name}.decompress() returns a tensor of shape {tuple(tensor.shape)}, got {got}")
         return result
-
-    @property
-    def _name(self) -> str:
-        return type(self._compressor).__name__
 
     def _bucket(self, tensor: torch.Tensor) -> Bucket:
         pieces = self._contents.pieces
@@ -107,11 +113,5 @@ class CustomCodec:
         return Bucket(self._contents.index, tensor, [piece.name for piece in pieces], gradients)
 
 
-def _kind_of(data: torch.Tensor | bytes) -> int:
-    return zlib.crc32(str(data.dtype).encode()) if isinstance(data, torch.Tensor) else 0
-
-
-def _as_bytes(data: torch.Tensor | bytes) -> torch.Tensor:
-    if isinstance(data, torch.Tensor):
-        return data.contiguous().view(torch.uint8)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+def _kind_of(dtype: torch.dtype | None) -> int:
+    return zlib.crc32(str(dtype).encode())

@@ -62,8 +62,16 @@ class GradBucket:
         self.wire = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        places = [(self.specs[slot.parameter], slot.offset) for slot in self.plan.slots]
-        return [self.wire.as_strided(spec.shape, spec.gradient_stride, offset) for spec, offset in places]
+        """Complex ones as pairs of real numbers."""
+        found = []
+        for slot in self.plan.slots:
+            spec = self.specs[slot.parameter]
+            if spec.dtype.is_complex:
+                shape, stride = (*spec.shape, 2), (*(2 * step for step in spec.gradient_stride), 1)
+            else:
+                shape, stride = spec.shape, spec.gradient_stride
+            found.append(self.wire.as_strided(shape, stride, slot.offset))
+        return found
 
     def parameters(self) -> list[torch.Tensor]:
         return [self._parameters[slot.parameter] for slot in self.plan.slots]
