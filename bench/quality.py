@@ -10,7 +10,6 @@ parameters. "tail" is the last tenth of the steps, and "held out" the loss at th
 """
 
 import argparse
-import functools
 import json
 import os
 import statistics
@@ -85,7 +84,7 @@ def optimizer_of(arm: str, model: nn.Module, lr: float) -> Any:
     name, _, number = arm.partition(" ")
     adamw = torch.optim.AdamW(model.parameters(), lr=lr)
     if name == "diloco":
-        outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.5, nesterov=True)
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
         return torchring.DiLoCo(adamw, model, every=int(number), outer=outer)
     if name == "local":
         return torchring.LocalSGD(adamw, model, every=int(number))

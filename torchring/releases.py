@@ -25,7 +25,6 @@ PRIVATE_NAMES: Final = {
     "layer-wise recipes": """
         _foreach_add _foreach_add_ _foreach_addcmul_ _foreach_div _foreach_div_ _foreach_lerp_ _foreach_norm
         _foreach_sqrt""",
-    "LocalSGD and DiLoCo": "_foreach_add_ _foreach_sub_",
     "torchring.compile_backend": """
         _dynamo.backends.distributed:DDPOptimizer _dynamo.backends.registry:lookup_backend
         _TorchCompileInductorWrapper""",

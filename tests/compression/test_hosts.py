@@ -86,25 +86,19 @@ def _aborting(optimizer: Any, model: torch.nn.Module, rank: int, step: int) -> N
     _plain(optimizer, model, rank, step)
 
 
-def _train(rank: int, compression: Any, step: Step, options: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+def _train(
+    rank: int, compression: Any, step: Step = _plain, lacks: int = 0, **options: Any
+) -> tuple[torch.Tensor, Any]:
+    """The weights and stats. Each rank `lacks` so many batches more than the one before."""
     model = _model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = torchring.wrap(sgd, model, compression=compression, **{"bucket_mb": 0.02, **options})
-    for i in range(STEPS):
-        step(optimizer, model, rank, i)
+    with torchring.join(optimizer) if lacks else contextlib.nullcontext():
+        for i in range(STEPS - lacks * rank):
+            step(optimizer, model, rank, i)
     stats = optimizer.stats()
     optimizer.close()
     return _weights(model), stats
-
-
-def _joining(rank: int, compression: Any) -> torch.Tensor:
-    model = _model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.05), model, compression=compression)
-    with torchring.join(optimizer):
-        for i in range(3 + 2 * rank):
-            _plain(optimizer, model, rank, i)
-    optimizer.close()
-    return _weights(model)
 
 
 def _two_optimizers(rank: int, compression: Any) -> torch.Tensor:
@@ -154,6 +148,7 @@ CASES: dict[str, tuple[Step, dict[str, Any]]] = {
     "sharded": (_plain, {"shard": True}),
     "native": (_plain, {"algorithm": "native"}),
     "sum": (_plain, {"op": "sum"}),
+    "joining": (_plain, {"lacks": 2}),
 }
 
 
@@ -162,14 +157,13 @@ def _everything(rank: int, world_size: int) -> dict[str, tuple[torch.Tensor, ...
     found = {}
     for name, (step, options) in CASES.items():
         print(name)  # the last one in the output is the one that failed
-        (exact, _), (weights, stats) = (_train(rank, kind, step, options) for kind in (None, "int8"))
+        (exact, _), (weights, stats) = (_train(rank, kind, step, **options) for kind in (None, "int8"))
         found[name] = exact, weights
         assert "compressed by int8 between hosts" in stats.reason
         assert set(stats.compression_error) <= {"1-D", "embedding", "matrix"}
-    for name, script in {"joining": _joining, "two optimizers": _two_optimizers, "mixed": _mixed}.items():
-        print(name)
+    for name, script in {"two optimizers": _two_optimizers, "mixed": _mixed}.items():
         found[name] = script(rank, None), script(rank, "int8")
-    found["powersgd"] = _train(rank, None, _plain, {})[0], _train(rank, PowerSGD(2, 3), _plain, {})[0]
+    found["powersgd"] = _train(rank, None)[0], _train(rank, PowerSGD(2, 3))[0]
     torchring.shutdown()
     return found
 
@@ -197,7 +191,7 @@ def _fails(rank: int, world_size: int) -> None:
     # Two blocks of int8 have an error of about 1 %.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _, stats = _train(rank, "int8", _plain, {"max_error": 1e-4})
+        _, stats = _train(rank, "int8", max_error=1e-4)
     said = [str(each.message) for each in caught if "max_error" in str(each.message)]
     assert len(said) == (rank == 0)
     if rank == 0:
@@ -205,7 +199,7 @@ def _fails(rank: int, world_size: int) -> None:
         assert said[0].startswith(f"compression=int8 changes the gradients of {kind} parameters by {by:.3g} of their")
 
     with pytest.raises(GradientError, match=r"weigh\(\) takes no compression='powersgd'"):
-        _train(rank, "powersgd", _weighed, {})
+        _train(rank, "powersgd", _weighed)
 
     def poison(optimizer: Any, model: torch.nn.Module, rank: int, step: int) -> None:
         optimizer.zero_grad()
@@ -213,9 +207,9 @@ def _fails(rank: int, world_size: int) -> None:
         optimizer.step()
 
     with pytest.raises(GradientError, match="is not finite; NaN or infinity came from rank 1") as raised:
-        _train(rank, "int8", poison, {})
+        _train(rank, "int8", poison)
     assert raised.value.parameters
-    weights, stats = _train(rank, "int8", poison, {"on_nonfinite": "skip"})
+    weights, stats = _train(rank, "int8", poison, on_nonfinite="skip")
     assert stats.num_skipped_steps == 1
     assert weights.isfinite().all()
 
@@ -229,7 +223,7 @@ def _fails(rank: int, world_size: int) -> None:
             return data
 
     with pytest.raises((ZeroDivisionError, RingError), match="no code for this"):
-        _train(rank, Broken(), _plain, {})
+        _train(rank, Broken())
     torchring.shutdown()
 
 
@@ -271,7 +265,7 @@ def test_on_one_host_nothing_is_compressed(rank: int) -> None:
     logger = logging.getLogger("torchring")
     logger.addFilter(lambda record: said.append(record.getMessage()) or True)
     logger.setLevel(logging.INFO)
-    (exact, _), (weights, stats) = (_train(rank, kind, _plain, {}) for kind in (None, "int8"))
+    (exact, _), (weights, stats) = (_train(rank, kind) for kind in (None, "int8"))
     logger.filters.clear()
     logger.setLevel(logging.NOTSET)
     assert [text for text in said if "compress" in text] == [
@@ -284,12 +278,12 @@ def test_on_one_host_nothing_is_compressed(rank: int) -> None:
 @ranks(2, run_ranks)
 def test_hooks_of_ddp_train_as_under_ddp(rank: int) -> None:
     with pytest.raises(ValueError, match=r"call torchring\.init\(process_group=True\) first"):
-        _train(rank, torchring.ddp_hook(None, fp16_compress_hook), _plain, {})
+        _train(rank, torchring.ddp_hook(None, fp16_compress_hook))
     torchring.shutdown()
     torchring.init(process_group=True)
     for hook, state in ((fp16_compress_hook, None), (powerSGD_hook, PowerSGDState)):
         made = [state and state(None, matrix_approximation_rank=2, start_powerSGD_iter=3) for _ in range(2)]
-        weights, _ = _train(rank, torchring.ddp_hook(made[0], hook), _plain, {"bucket_mb": 25})
+        weights, _ = _train(rank, torchring.ddp_hook(made[0], hook), bucket_mb=25)
         model = _model()
         ddp = torch.nn.parallel.DistributedDataParallel(model)
         ddp.register_comm_hook(made[1], hook)
@@ -297,7 +291,7 @@ def test_hooks_of_ddp_train_as_under_ddp(rank: int) -> None:
         for i in range(STEPS):
             _plain(sgd, ddp, rank, i)
         torch.testing.assert_close(weights, _weights(model), rtol=1e-4, atol=1e-5)
-    for train in (lambda hook: _train(rank, hook, _plain, {})[0], functools.partial(_mixed, rank)):
+    for train in (lambda hook: _train(rank, hook)[0], functools.partial(_mixed, rank)):
         state = PowerSGDState(None, 2, start_powerSGD_iter=3)
         several = train(torchring.ddp_hook(state, powerSGD_hook))  # buckets; with complex parameters, too
         assert_same_on_all_ranks(torchring.all_gather(several).split(len(several)))

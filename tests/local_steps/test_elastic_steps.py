@@ -29,7 +29,7 @@ def train_worker() -> None:
         where = {"generation": workers._the_worker.generation, "worker": workers._the_worker.number}
         outer = optimizer.state_dict()["local_steps"]
         crcs = {"outer": crc(outer["parameters"]), "local": crc(model.parameters())}
-        note(enters=state.step, made=outer["made"], **crcs, **where)
+        note(enters=state.step, made=[made for made, _ in outer["fragments"]], **crcs, **where)
         while not is_last(state.step):
             optimizer.zero_grad()
             loss_of(model, where["worker"], state.step).backward()

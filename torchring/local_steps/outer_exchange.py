@@ -22,15 +22,15 @@ from torchring.world import World
 
 @dataclass
 class Outgoing:
-    """What a rank has for the others in one outer step. Tensors are on the CPU, in fp32 or fp64, and its own."""
+    """What a rank has for the others in one outer step."""
 
     words: dict[str, Any]  # JSON: "step", "fragment", "made", "digest", "not_finite", "problem", and what guests say
     names: Sequence[str]  # of the parameters of the fragment
     digests: list[list[int]]  # of its outer parameters
-    deltas: list[torch.Tensor]  # parameters, or what they have changed
-    buffers: list[torch.Tensor]
+    values: torch.Tensor  # 1-D, fp32 or fp64, on the CPU, changed here: what parameters have changed, then buffers
+    shapes: Sequence[torch.Size]  # of these tensors
     bits: int | None
-    feedback: list[torch.Tensor] | None  # what earlier codes have lost
+    feedback: torch.Tensor | None  # what earlier codes have lost
 
 
 @dataclass
@@ -38,9 +38,8 @@ class Incoming:
     """What has come back."""
 
     words: list[dict[str, Any]]  # of all ranks
-    deltas: list[torch.Tensor]  # means over ranks, weighted by the inner steps that these have made
-    buffers: list[torch.Tensor]  # means over ranks
-    feedback: list[torch.Tensor] | None
+    values: torch.Tensor  # the mean over ranks, weighted by the inner steps that these have made
+    feedback: torch.Tensor | None
 
 
 def _open(world: World) -> Collectives:
@@ -96,45 +95,25 @@ class Link:
         """Collective. Raises GradientError or PlanMismatchError, on all ranks, for what they must not average."""
         if self._is_between_hosts:
             backend = cast(Backend, _BetweenHosts(backend, self._between))
-        return _exchange(backend, mine, self.ranks, self.index)
-
-
-def _exchange(backend: Backend, mine: Outgoing, ranks: Sequence[int], rank: int) -> Incoming:
-    words = [json.loads(said) for said in operations.exchange(backend, json.dumps(mine.words).encode())]
-    if (error := _find_difference(backend, mine, words, ranks)) is not None:
-        error.rank, error.members = ranks[rank], ()  # numbers of the job's ranks
-        raise in_step(error)
-    made = [each["made"] for each in words]
-    shares = [each / sum(made) if any(made) else 1 / len(made) for each in made]
-    buffers = [operations.all_reduce(backend, buffer, "mean") for buffer in mine.buffers]
-    if mine.bits is None:
-        for delta in mine.deltas:
-            delta.mul_(shares[rank])
-        return Incoming(words, _sum(backend, mine.deltas), buffers, None)
-    sent = [delta.float() for delta in mine.deltas]
-    if mine.feedback is not None:
-        torch._foreach_add_(sent, mine.feedback)
-    shapes = [delta.shape for delta in sent]
-    means = [torch.zeros_like(delta) for delta in sent]
-    codes = delta_codes.encode(sent, mine.bits)
-    for other, data in enumerate(operations.all_gather(backend, codes)):
-        decoded = delta_codes.decode(data, shapes, mine.bits)
-        torch._foreach_add_(means, decoded, alpha=shares[other])
-        if other == rank:
-            torch._foreach_sub_(sent, decoded)  # what is lost
-    return Incoming(words, means, buffers, sent)
-
-
-def _sum(backend: Backend, deltas: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Sums over ranks, in one message for each dtype."""
-    for dtype in (torch.float32, torch.float64):
-        alike = [delta for delta in deltas if delta.dtype == dtype]
-        if alike:
-            flat = torch.cat([delta.reshape(-1) for delta in alike])
-            operations.all_reduce(backend, flat, "sum")
-            for delta, part in zip(alike, torch.split(flat, [delta.numel() for delta in alike]), strict=True):
-                delta.copy_(part.view(delta.shape))
-    return deltas
+        words = [json.loads(said) for said in operations.exchange(backend, json.dumps(mine.words).encode())]
+        if (error := _find_difference(backend, mine, words, self.ranks)) is not None:
+            error.rank, error.members = self.ranks[self.index], ()  # numbers of the job's ranks
+            raise in_step(error)
+        made = [each["made"] for each in words]
+        shares = [each / sum(made) if any(made) else 1 / len(made) for each in made]
+        if mine.bits is None:
+            return Incoming(words, operations.all_reduce(backend, mine.values.mul_(shares[self.index]), "sum"), None)
+        sent, feedback = mine.values.float(), mine.feedback
+        if feedback is not None:
+            sent += feedback
+        mean = torch.zeros_like(sent)
+        codes = delta_codes.encode(sent, mine.shapes, mine.bits)
+        for rank, data in enumerate(operations.all_gather(backend, codes)):
+            decoded = delta_codes.decode(data, mine.shapes, mine.bits)
+            mean.add_(decoded, alpha=shares[rank])
+            if rank == self.index and shares[rank]:
+                feedback = sent - decoded
+        return Incoming(words, mean, feedback)
 
 
 def _find_difference(
@@ -144,11 +123,12 @@ def _find_difference(
     for other, each in zip(ranks, words, strict=True):
         if each["problem"]:
             return PlanMismatchError(f"rank {other} {each['problem']}", peers=[other])
-        place, first = ([of["step"], of["fragment"]] for of in (each, words[0]))
+        place, first = ([of["fragment"], of["step"]] for of in (each, words[0]))
         if place != first:
             text = (
-                f"rank {other} exchanges fragment {place[1]} after inner step {place[0]}, rank 0 fragment {first[1]} "
-                f"after step {first[0]}; call step() equally often on all ranks, and load the same checkpoint"
+                f"rank {other} exchanges the fragment of {place[0]} after inner step {place[1]}, rank 0 that of "
+                f"{first[0]} after step {first[1]}; call step() equally often and in the same order on all ranks, and "
+                "load the same checkpoint"
             )
             return PlanMismatchError(text, peers=[other])
     for other, each in zip(ranks, words, strict=True):
@@ -160,8 +140,8 @@ def _find_difference(
             return GradientError(text, peers=[other], parameters=[name])
     if len({each["digest"] for each in words}) > 1:
         everybody = [json.loads(said) for said in operations.exchange(backend, json.dumps(mine.digests).encode())]
-        for i, name in enumerate(mine.names):
-            if others := [rank for rank, its in zip(ranks, everybody, strict=True) if its[i] != everybody[0][i]]:
+        for name, *of_ranks in zip(mine.names, *everybody, strict=False):
+            if others := [rank for rank, its in zip(ranks, of_ranks, strict=True) if its != of_ranks[0]]:
                 text = (
                     f"the outer value of {name} is not the same on all ranks: {ranks_in_words(others)} differ from "
                     "rank 0. Load the same checkpoint on all ranks, and change parameters in step() only"
