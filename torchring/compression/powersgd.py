@@ -99,8 +99,7 @@ class PowerSGDCodec:
             values.copy_(tensor[begin:end])
         for matrix, (left, right) in zip(self._matrices, self._factors, strict=True):
             gradient, feedback = matrix.of(tensor), matrix.of(self._feedback)
-            if weight:
-                gradient.add_(feedback, alpha=weight)
+            gradient.add_(feedback, alpha=weight)
             torch.mm(gradient, matrix.right, out=left)
             torch.mm(gradient.T, matrix.left, out=right)
             if weight and _are_finite(left, right):
@@ -121,10 +120,10 @@ class PowerSGDCodec:
     def prepare(self) -> None:
         for matrix, (left, right) in zip(self._matrices, self._factors, strict=True):
             columns, rows = matrix.project(left, right)
-            next_right = torch.linalg.qr(rows.T @ (columns.T @ torch.linalg.qr(left)[0]))[0]
-            next_left = torch.linalg.qr(columns @ (rows @ next_right))[0]
-            if _are_finite(next_left, next_right) and left.any():  # on all ranks, or on none. Else as it was.
-                matrix.left, matrix.right = next_left, next_right
+            new_right = torch.linalg.qr(rows.T @ (columns.T @ torch.linalg.qr(left)[0]))[0]
+            new_left = torch.linalg.qr(columns @ (rows @ new_right))[0]
+            if _are_finite(new_left, new_right) and left.any():  # on all ranks, or on none. Else as it was.
+                matrix.left, matrix.right = new_left, new_right
 
 
 def _are_finite(*tensors: torch.Tensor) -> bool:
