@@ -77,7 +77,8 @@ def _fill(contents: Contents, rank: int, step: int) -> torch.Tensor:
 
 
 def _reduce(codec: Any, contents: Contents, transport: _Transport, weight: float = 1.0) -> torch.Tensor:
-    codec.end(contents.buffer, weight, codec.begin(contents.buffer, weight, transport), transport)
+    first = codec.begin(contents.buffer, weight, transport)
+    codec.end(contents.buffer, weight, codec.go_on(contents.buffer, weight, first, transport))
     codec.prepare()
     return contents.buffer.clone()
 
@@ -226,7 +227,7 @@ def test_a_compressor_of_the_script(as_bytes: bool) -> None:
         codecs = [CustomCodec(contents, compressor, 3) for contents in both]
         begun = [codec.begin(contents.buffer, 1.0, transport) for codec, contents in zip(codecs, both, strict=True)]
         for codec, contents, transfer in zip(codecs, both, begun, strict=True):
-            codec.end(contents.buffer, 1.0, transfer, transport)
+            codec.end(contents.buffer, 1.0, codec.go_on(contents.buffer, 1.0, transfer, transport))
         return sent, [contents.buffer for contents in both]
 
     ranks = _run(3, body)

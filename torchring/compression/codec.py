@@ -56,11 +56,23 @@ class Codec(Protocol):
     def begin(self, tensor: torch.Tensor, weight: float, transport: Transport) -> Transfer:
         """Compress, and start a collective."""
 
-    def end(self, tensor: torch.Tensor, weight: float, transfer: Transfer, transport: Transport) -> None:
-        """Wait for the collective; `tensor` becomes the sum, with the same bits on all ranks.
+    def go_on(self, tensor: torch.Tensor, weight: float, transfer: Transfer, transport: Transport) -> Transfer:
+        """Wait for the collective, and start a second one through `transport`, if there is one."""
+        return transfer
 
-        Further collectives go through `transport`, which is another one than that of `begin`.
-        """
+    def end(self, tensor: torch.Tensor, weight: float, transfer: Transfer) -> None:
+        """Wait for the last collective; `tensor` becomes the sum, with the same bits on all ranks."""
+        transfer.wait()
 
     def prepare(self) -> None:
         """Do what the next `begin` needs, when `tensor` has its result."""
+        return
+
+
+class AsItIs(Codec):
+    """Sums a buffer without compression."""
+
+    num_bytes = 0
+
+    def begin(self, tensor: torch.Tensor, weight: float, transport: Transport) -> Transfer:
+        return transport.start_all_reduce(tensor)

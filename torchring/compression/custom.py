@@ -8,7 +8,7 @@ from typing import Final, Protocol, runtime_checkable
 
 import torch
 
-from torchring.compression.codec import Contents
+from torchring.compression.codec import Codec, Contents
 from torchring.errors import ranks_in_words
 from torchring.memory.host import bytes_of, tensor_of
 from torchring.transport.contract import Transfer, Transport
@@ -53,7 +53,7 @@ class Compressor(Protocol):
         ranks, or else they drift apart. `bucket.buffer` holds nothing of use."""
 
 
-class CustomCodec:
+class CustomCodec(Codec):
     """See `Codec`. A message of lengths and dtypes comes before the data."""
 
     def __init__(self, contents: Contents, compressor: Compressor, num_ranks: int) -> None:
@@ -81,24 +81,26 @@ class CustomCodec:
         told = torch.tensor([self.num_bytes, _kind_of(self._dtype)], dtype=torch.int64, device="cpu")
         return transport.start_all_gather(self._told, told.view(torch.uint8))
 
-    def end(self, tensor: torch.Tensor, weight: float, transfer: Transfer, transport: Transport) -> None:
+    def go_on(self, tensor: torch.Tensor, weight: float, transfer: Transfer, transport: Transport) -> Transfer:
         transfer.wait()
-        lengths, kinds = self._told.view(torch.int64).T.tolist()
+        self._lengths, kinds = self._told.view(torch.int64).T.tolist()
         if others := [rank for rank, kind in zip(transport.ranks, kinds, strict=True) if kind != _kind_of(self._dtype)]:
             own = self._dtype or "bytes"
             raise TypeError(f"{self._name}.compress() returned {own} here, and not on {ranks_in_words(others)}")
-        everybody = torch.empty(len(lengths), max(lengths), dtype=torch.uint8, device="cpu")
-        mine = torch.nn.functional.pad(self._sent, (0, max(lengths) - self.num_bytes))
-        transport.start_all_gather(everybody, mine).wait()
+        most = max(self._lengths)
+        self._everybody = torch.empty(len(self._lengths), most, dtype=torch.uint8, device="cpu")
+        mine = torch.nn.functional.pad(self._sent, (0, most - self.num_bytes))
+        return transport.start_all_gather(self._everybody, mine)
+
+    def end(self, tensor: torch.Tensor, weight: float, transfer: Transfer) -> None:
+        transfer.wait()
         total = torch.zeros(len(tensor), dtype=torch.float32, device="cpu")
-        for row, length in zip(everybody, lengths, strict=True):
+        for row, length in zip(self._everybody, self._lengths, strict=True):
             data = row[:length].clone()
             with _one_call:
                 total += self._decompressed(data.view(self._dtype) if self._dtype else data.numpy().tobytes(), tensor)
         tensor.copy_(total)
         self._contents.clear_padding(tensor)
-
-    def prepare(self) -> None: ...
 
     def _decompressed(self, data: torch.Tensor | bytes, tensor: torch.Tensor) -> torch.Tensor:
         result = self._compressor.decompress(data, self._bucket(tensor))

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from torchring.compression.codec import ROW, Contents, is_vector
+from torchring.compression.codec import ROW, Codec, Contents, is_vector
 from torchring.kernels.reference_quantize import add_rows, decode_rows, quantize_rows
 from torchring.transport.contract import Transfer, Transport
 
@@ -61,7 +61,7 @@ def _part(message: torch.Tensor, begin: int, end: int, exact: torch.Tensor) -> _
     return _Part(begin, end, exact, values, scales, codes.view(torch.int8).view(-1, ROW))
 
 
-class Int8Codec:
+class Int8Codec(Codec):
     """See `Codec`, and the top of this file."""
 
     def __init__(self, contents: Contents, num_ranks: int, place: int) -> None:
@@ -91,7 +91,7 @@ class Int8Codec:
                 self._quantize(rows[part.begin : part.end], part, weight)
         return transport.start_all_to_all(self._received, self._sent)
 
-    def end(self, tensor: torch.Tensor, weight: float, transfer: Transfer, transport: Transport) -> None:
+    def go_on(self, tensor: torch.Tensor, weight: float, transfer: Transfer, transport: Transport) -> Transfer:
         rows, own = tensor.view(-1, ROW), self._received_parts[self._place]
         total = rows[own.begin : own.end].float()  # the same memory, if it is fp32 already
         transfer.wait()
@@ -101,14 +101,16 @@ class Int8Codec:
                 add_rows(total, part.codes, part.scales)
                 own.values.add_(part.values)
         self._quantize(total, own, weight)
-        transport.start_all_gather(self._sent, self._received[self._place]).wait()
+        return transport.start_all_gather(self._sent, self._received[self._place])
+
+    def end(self, tensor: torch.Tensor, weight: float, transfer: Transfer) -> None:
+        rows = tensor.view(-1, ROW)
+        transfer.wait()
         for part in self._sent_parts:
             decode_rows(part.codes, part.scales, rows[part.begin : part.end])
             rows[part.exact] = part.values.to(rows.dtype)
         if not all(part.scales.isfinite().all() for part in self._sent_parts):
             self._contents.clear_padding(tensor)
-
-    def prepare(self) -> None: ...
 
     def _quantize(self, rows: torch.Tensor, part: _Part, weight: float) -> None:
         quantize_rows(rows, part.codes, part.scales, self._feedback[part.begin : part.end], weight)

@@ -5,8 +5,8 @@ two all-reduces, one after the other, and the second waits for an orthogonalisat
 step before, so that one message has all that is needed, and the orthogonalisation runs after the result is out:
 
     X = G + what earlier steps have lost                    P [n, k], Q [m, k]: orthonormal columns, alike on all ranks
-    all-reduce X Q and X^T P
-    result: X less its part outside of both P and Q, which is (X Q) Q^T + P (X^T P - Q (P^T X Q)^T)^T
+    all-reduce X Q and P^T X
+    result: X less its part outside of both P and Q, which is (X Q) Q^T + P (P^T X - (P^T X Q) Q^T)
     then P and Q of the next step are ready: the result's own, by a power iteration
 
 G [n, m] is the gradient. P and Q of the step before miss what is new in G, so k is twice the rank. Vectors, and
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchring.compression.codec import Contents, is_vector
+from torchring.compression.codec import Codec, Contents, is_vector
 from torchring.transport.contract import Transfer, Transport
 
 
@@ -57,19 +57,18 @@ class _Matrix:
         self.shape = num_rows, num_columns
         generator = torch.Generator("cpu").manual_seed(seed)  # alike on all ranks
         start = [torch.empty(length, 2 * settings.rank, dtype=torch.float32, device="cpu") for length in self.shape]
-        self.left, self.right = (torch.linalg.qr(each.normal_(generator=generator))[0] for each in start)  # P and Q
+        self.left, self.right = (_basis(each.normal_(generator=generator)) for each in start)  # P^T and Q^T
 
     def project(self, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two matrices whose product is the result, given X Q and X^T P."""
-        rest = right - self.right @ (self.left.T @ left).T
-        return torch.cat([left, self.left], 1), torch.cat([self.right, rest], 1).T
+        """Two matrices whose product is the result, given X Q and P^T X."""
+        return torch.cat([left, self.left.T], 1), torch.cat([self.right, right - self.left @ left @ self.right])
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
         """The matrix in fp32; the memory of `buffer` itself if that is fp32."""
         return buffer[self.begin : self.end].view(self.shape).float()
 
 
-class PowerSGDCodec:
+class PowerSGDCodec(Codec):
     """See `Codec`, and the top of this file."""
 
     def __init__(self, contents: Contents, settings: PowerSGD) -> None:
@@ -90,8 +89,9 @@ class PowerSGDCodec:
         lengths = [2 * side * settings.rank for matrix in self._matrices for side in matrix.shape]
         self._message = torch.zeros(sum(lengths) + sum(self._lengths), dtype=torch.float32, device="cpu")
         *factors, self._rest = torch.split(self._message, [*lengths, sum(self._lengths)])
-        thin = [factor.view(-1, 2 * settings.rank) for factor in factors]
-        self._factors = list(zip(thin[::2], thin[1::2], strict=True))  # in the order above
+        lefts = [factor.view(-1, 2 * settings.rank) for factor in factors[::2]]
+        rights = [factor.view(2 * settings.rank, -1) for factor in factors[1::2]]
+        self._factors = list(zip(lefts, rights, strict=True))  # in the order above
         self.num_bytes = self._message.nbytes
 
     def begin(self, tensor: torch.Tensor, weight: float, transport: Transport) -> Transfer:
@@ -99,15 +99,17 @@ class PowerSGDCodec:
             values.copy_(tensor[begin:end])
         for matrix, (left, right) in zip(self._matrices, self._factors, strict=True):
             gradient, feedback = matrix.of(tensor), matrix.of(self._feedback)
-            gradient.add_(feedback, alpha=weight)
-            torch.mm(gradient, matrix.right, out=left)
-            torch.mm(gradient.T, matrix.left, out=right)
+            if weight:
+                gradient.add_(feedback, alpha=weight)
+            torch.mm(gradient, matrix.right.T, out=left)
+            torch.mm(matrix.left, gradient, out=right)
             if weight and _are_finite(left, right):
                 torch.addmm(gradient, *matrix.project(left, right), alpha=-1, out=feedback)
-                feedback.div_(weight)
+                if weight != 1.0:
+                    feedback.div_(weight)
         return transport.start_all_reduce(self._message)
 
-    def end(self, tensor: torch.Tensor, weight: float, transfer: Transfer, transport: Transport) -> None:
+    def end(self, tensor: torch.Tensor, weight: float, transfer: Transfer) -> None:
         transfer.wait()
         for values, (begin, end) in zip(torch.split(self._rest, self._lengths), self._spans, strict=True):
             tensor[begin:end] = values
@@ -120,10 +122,16 @@ class PowerSGDCodec:
     def prepare(self) -> None:
         for matrix, (left, right) in zip(self._matrices, self._factors, strict=True):
             columns, rows = matrix.project(left, right)
-            new_right = torch.linalg.qr(rows.T @ (columns.T @ torch.linalg.qr(left)[0]))[0]
-            new_left = torch.linalg.qr(columns @ (rows @ new_right))[0]
-            if _are_finite(new_left, new_right) and left.any():  # on all ranks, or on none. Else as it was.
-                matrix.left, matrix.right = new_left, new_right
+            next_right = _basis((_basis(left) @ columns @ rows).T)
+            next_left = _basis(columns @ (rows @ next_right.T))
+            if _are_finite(next_left, next_right) and left.any():  # on all ranks, or on none. Else as it was.
+                matrix.left, matrix.right = next_left, next_right
+
+
+def _basis(matrix: torch.Tensor) -> torch.Tensor:
+    """[k, n]: an orthonormal basis of the columns of `matrix` [n, k], transposed, as products with it are faster so."""
+    basis: torch.Tensor = torch.linalg.qr(matrix)[0]
+    return basis.T.contiguous()
 
 
 def _are_finite(*tensors: torch.Tensor) -> bool:

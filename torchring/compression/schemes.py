@@ -50,6 +50,14 @@ class Scheme:
         return f"{found.__module__}.{getattr(found, '__qualname__', type(found).__qualname__)}"
 
     @property
+    def part(self) -> int | None:
+        """The elements of a buffer that are coded at once, where a buffer is cut. The network sends one part meanwhile.
+
+        Gloo sends a message all at once. Several MB overflow the queues of switches, and TCP slows down.
+        """
+        return 1 << 20 if self.settings == "int8" else None
+
+    @property
     def num_exact(self) -> int:
         """Number of reductions until gradients are compressed."""
         return self.settings.start if isinstance(self.settings, PowerSGD) else 0
@@ -135,13 +143,13 @@ class CompressedAllReduce:
         self.sampled: Any = None  # the wire of which `take` is called with the gradients of this rank
         self.take: Callable[[torch.Tensor], None]
         self._inner: AllReduce[Any] = inner
-        self._buckets: list[tuple[Contents, Codec | None]] = []
+        self._parts: list[tuple[Contents, Codec | None]] = []  # of all buckets
 
     @property
     def num_bytes(self) -> int:
         """That this rank sends between hosts in a reduction."""
         is_exact = self.transport.is_exact
-        return sum(c.buffer.nbytes if is_exact or codec is None else codec.num_bytes for c, codec in self._buckets)
+        return sum(c.buffer.nbytes if is_exact or codec is None else codec.num_bytes for c, codec in self._parts)
 
     def start(self, wire: Any) -> BucketWork:
         if wire is self.sampled:
@@ -158,35 +166,37 @@ class CompressedAllReduce:
         for wire, bucket in zip(wires, plan.buckets, strict=True):
             buffer = wire.own if hasattr(wire, "own") else wire.whole
             if not buffer.numel() or bucket.wire_dtype not in COMPRESSED:
-                self._buckets.append((Contents(bucket.index, buffer, (), buffer[:0]), None))
+                self._parts.append((Contents(bucket.index, buffer, (), buffer[:0]), None))
                 continue
-            first = (buffer.data_ptr() - wire.tensor.data_ptr()) // buffer.itemsize
-            pieces = list(_pieces(bucket, specs, first, first + buffer.numel()))
-            feedback = torch.zeros(buffer.numel(), dtype=torch.float32, device="cpu")
-            contents = Contents(bucket.index, buffer, pieces, feedback)
-            _load(contents, self.scheme.kept)
-            codec = self.scheme.codec(contents, self.transport.ranks, self.transport.rank)
-            self._buckets.append((contents, codec))
-            self.transport.codecs[buffer.data_ptr()] = codec
+            parts = self.transport.parts[buffer.data_ptr()] = []
+            for part in torch.split(buffer, self.scheme.part or buffer.numel()):
+                first = (part.data_ptr() - wire.tensor.data_ptr()) // part.itemsize
+                pieces = list(_pieces(bucket, specs, first, first + part.numel()))
+                feedback = torch.zeros(part.numel(), dtype=torch.float32, device="cpu")
+                contents = Contents(bucket.index, part, pieces, feedback)
+                _load(contents, self.scheme.kept)
+                codec = self.scheme.codec(contents, self.transport.ranks, self.transport.rank)
+                self._parts.append((contents, codec))
+                parts.append((part.numel(), codec))
         self.scheme.kept.clear()
 
     def keep(self, num_kept: int = 0) -> None:
         """Have the scheme keep the feedback of all buckets but the first `num_kept`, which are not reduced any more."""
-        while len(self._buckets) > num_kept:
-            contents, _ = self._buckets.pop()
-            self.transport.codecs.pop(contents.buffer.data_ptr(), None)
+        while self._parts and self._parts[-1][0].index >= num_kept:
+            contents, _ = self._parts.pop()
+            self.transport.parts.pop(contents.buffer.data_ptr(), None)
             _add_feedback(contents, self.scheme.kept)
 
     def feedback(self) -> dict[str, torch.Tensor]:
         """A copy of what error feedback has kept, as `Scheme.kept`."""
         copies: dict[str, torch.Tensor] = {}
-        for contents, _ in self._buckets:
+        for contents, _ in self._parts:
             _add_feedback(contents, copies)
         return copies
 
     def load_feedback(self, state: dict[str, torch.Tensor]) -> None:
         """The inverse of `feedback`."""
-        for contents, _ in self._buckets:
+        for contents, _ in self._parts:
             contents.feedback.zero_()
             _load(contents, state)
 
