@@ -6,9 +6,10 @@ import contextlib
 import copy
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from torchring.collectives.service import collectives_of
@@ -24,6 +25,8 @@ from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.participants.buffers import buffer_specs
 from torchring.participants.digests import digests
 from torchring.world import World
+
+_TOO_LATE: Final = "add parameters before LocalSGD() or DiLoCo() is called, which cuts them into fragments"
 
 
 class LocalSGD(OptimizerWrapper):
@@ -58,18 +61,11 @@ class LocalSGD(OptimizerWrapper):
     found_inf: torch.Tensor | None = None  # and this one
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        model: torch.nn.Module | None = None,
-        *,
-        every: int,
-        within: Literal["host"] | None = None,
+        self, optimizer: Optimizer, model: Module | None = None, *, every: int, within: Literal["host"] | None = None
     ) -> None:
         self._open(optimizer, model, Options(every, within=within), None)
 
-    def _open(
-        self, optimizer: Optimizer, model: torch.nn.Module | None, options: Options, outer: Optimizer | None
-    ) -> None:
+    def _open(self, optimizer: Optimizer, model: Module | None, options: Options, outer: Optimizer | None) -> None:
         """Collective: check that all ranks can do this, and start from rank 0's values."""
         world, kind, is_alone = default_world(), type(self).__name__, contextlib.nullcontext()
         with collectives_of(world).together(f"could not make its {kind}") if world.size > 1 else is_alone:
@@ -87,12 +83,11 @@ class LocalSGD(OptimizerWrapper):
         self._options, self._names = options, names
         of_model = dict([*model.named_parameters(), *model.named_buffers()]) if model is not None else {}
         copy_from(world, 0, of_model or {name: p.data for p, name in names.items()}, optimizer)
-        specs = buffer_specs(model, "mean") if model is not None else []
-        self._buffers = [spec for spec in specs if spec.is_averaged]
         if options.within == "host" and world.size > 1:
             optimizer = wrap(optimizer, model, group=[list(ranks) for ranks in world.hosts])
         super().__init__(optimizer)
         self._fragments = cut(self._outer, options.fragments, options.every)
+        self._fragments[-1].buffers = buffer_specs(model, "mean") if model is not None else ()
         self._num_steps = 0  # inner steps, also those that a GradScaler has left out
         self._version = 0  # of the outer parameters: how often a fragment has changed
         self._guests: Sequence[Participant] = ()
@@ -107,6 +102,8 @@ class LocalSGD(OptimizerWrapper):
         self._world.refuse_provisional("step()")
         if not self._world.is_open:
             raise ValueError(f"this {type(self).__name__} belongs to a world that was shut down; make another")
+        if sum(len(group["params"]) for group in self.param_groups) != len(self._names):
+            raise ValueError(_TOO_LATE)
         for guest in self._guests:
             guest.before_backward()
         self._follow_model()
@@ -152,7 +149,9 @@ class LocalSGD(OptimizerWrapper):
         For evaluation or a last checkpoint between two exchanges.
         """
         self.synchronize()
-        self._start_from_outer()
+        for fragment in self._fragments:
+            fragment.load_outer()
+            fragment.num_made = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See torch.optim.Optimizer."""
@@ -161,7 +160,7 @@ class LocalSGD(OptimizerWrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: ValueError. Parameters are cut into fragments when this optimizer is made."""
         if not self._is_initialising:
-            raise ValueError(f"add parameters before {type(self).__name__}() is called, which cuts them into fragments")
+            raise ValueError(_TOO_LATE)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, and "local_steps": outer parameters, outer optimizer, steps, feedback.
@@ -203,33 +202,27 @@ class LocalSGD(OptimizerWrapper):
     def __getstate__(self) -> Any:
         raise TypeError(f"{type(self).__name__} cannot be copied or pickled; use state_dict()")
 
-    @torch.no_grad()
     def _send(self, fragment: Fragment) -> None:
         """Collective: exchange a fragment, now or in the background."""
-        names, deltas = [self._names[p] for p in fragment.outer], fragment.deltas()
-        tensors = [*deltas, *(buffer.cpu() for buffer in self._find_buffers(fragment))]
-        values = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        of_outer = digests(fragment.outer.values())
-        words: dict[str, Any] = {"step": self._num_steps, "fragment": names[0], "not_finite": "", "problem": ""}
-        words |= {"made": fragment.num_made * self._link.num_ranks, "digest": zlib.crc32(of_outer.numpy().tobytes())}
-        if not values.sum().isfinite():
-            not_finite = [name for name, delta in zip(names, deltas, strict=True) if not delta.isfinite().all()]
-            words["not_finite"] = not_finite[0] if not_finite else ""
-        if sum(len(group["params"]) for group in self.param_groups) != len(self._names):
-            words["problem"] = "has added parameters to its optimizer, which is too late"
-        of_guests = Reduction(self._num_steps)
+        names, tensors = [self._names[p] for p in fragment.outer], fragment.tensors()
+        of_outer, of_guests = digests(fragment.outer.values()), Reduction(self._num_steps)
         for guest in self._guests:
             guest.on_begin(of_guests)
-        words["guests"] = of_guests.mine
-        shapes = [tensor.shape for tensor in tensors]
-        mine = Outgoing(words, names, of_outer.tolist(), values, shapes, self._options.bits, fragment.feedback)
+        words = {
+            "step": self._num_steps,
+            "fragment": names[0],
+            "made": fragment.num_made * self._link.num_ranks,
+            "digest": zlib.crc32(of_outer.numpy().tobytes()),
+            "not_finite": [n for n, delta in zip(names, tensors, strict=False) if not delta.isfinite().all()],
+            "guests": of_guests.mine,
+        }
+        mine = Outgoing(words, names, of_outer.tolist(), tensors, self._options.bits, fragment.feedback)
         future = self._link.collectives.start(f"the outer step of {type(self).__name__}", self._link.exchange, mine)
         fragment.under_way = self._num_steps + self._options.overlap, future, fragment.num_made
         fragment.num_made = 0
         if not self._options.overlap:
             self._merge(fragment)
 
-    @torch.no_grad()
     def _merge(self, fragment: Fragment) -> None:
         """Take the outer step for a fragment that is under way. Waits for the result."""
         assert fragment.under_way is not None
@@ -239,31 +232,12 @@ class LocalSGD(OptimizerWrapper):
             fragment.drop()
             raise
         fragment.under_way, fragment.feedback = None, result.feedback
-        targets = [*fragment.outer.values(), *self._find_buffers(fragment)]
-        parts = torch.split(result.values, [target.numel() for target in targets])
-        for target, part in zip(targets, parts, strict=True):
-            if isinstance(target, torch.nn.Parameter):
-                target.grad = part.view(target.shape).to(target)
-            else:
-                target.copy_(part.view(target.shape))
-        self._outer_optimizer.step()
-        self._outer_optimizer.zero_grad()
-        fragment.load_outer(keeps=self._options.overlap > 0)
+        fragment.take(result.values, self._outer_optimizer, keeps=self._options.overlap > 0)
         self._version += 1
         of_guests, said = Reduction(self._num_steps), [each["guests"] for each in result.words]
         of_guests.said = Said({name: [each[name] for each in said] for name in said[0]})
         for guest in self._guests:
             guest.on_reduced(of_guests)
-
-    def _find_buffers(self, fragment: Fragment) -> list[torch.Tensor]:
-        """What travels with a fragment: with the last one, all buffers that are averaged."""
-        found = [spec.find() for spec in self._buffers] if fragment is self._fragments[-1] else []
-        return [real(buffer.detach()) for buffer in found if buffer is not None]
-
-    def _start_from_outer(self) -> None:
-        for fragment in self._fragments:
-            fragment.load_outer()
-            fragment.num_made = 0
 
     @torch.no_grad()
     def _follow_model(self) -> None:
@@ -296,7 +270,7 @@ class LocalSGD(OptimizerWrapper):
         The former if these steps began from the same outer parameters.
         """
         if own is None or own[0]["local_steps"]["version"] != self._version:
-            self._start_from_outer()
+            self.load_outer()
             return
         num_steps, (state, parameters) = self._num_steps, own
         self.load_state_dict(state)
@@ -338,7 +312,7 @@ class DiLoCo(LocalSGD):
     def __init__(
         self,
         optimizer: Optimizer,
-        model: torch.nn.Module | None = None,
+        model: Module | None = None,
         *,
         every: int,
         outer: Optimizer | None = None,

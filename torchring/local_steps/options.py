@@ -1,7 +1,6 @@
 """What `LocalSGD` and `DiLoCo` take, and what they refuse."""
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch.optim import Optimizer
@@ -10,10 +9,6 @@ from torchring.broadcasts import check_dense, check_writable
 from torchring.gradients.validation import named_parameters
 from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.world import World
-
-_DTYPES: Final = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,12 +23,11 @@ class Options:
 
     def names(self, optimizer: Optimizer, model: torch.nn.Module | None, world: World) -> dict[torch.nn.Parameter, str]:
         """The parameters of the optimizer and their names. Raises ValueError for what does not work."""
-        limits = {"every": (1, None), "fragments": (1, self.every), "overlap": (0, self.every - 1)}
-        for name, (least, most) in limits.items():
+        for name, least in (("every", 1), ("fragments", 1), ("overlap", 0)):
             value = getattr(self, name)
-            if type(value) is not int or value < least or (most is not None and value > most):
-                limit = "" if most is None else f" and at most {most}, for every={self.every}"
-                raise ValueError(f"{name} must be a whole number, at least {least}{limit}, got {value!r}")
+            if type(value) is not int or value < least or value > self.every - (name == "overlap"):
+                most = {"fragments": f", at most every={self.every}", "overlap": f", less than every={self.every}"}
+                raise ValueError(f"{name} must be a whole number, at least {least}{most.get(name, '')}, got {value!r}")
         if self.bits not in (None, 4, 2):
             raise ValueError(f"bits must be 4, 2 or None, got {self.bits!r}")
         if self.within not in (None, "host"):
@@ -54,7 +48,7 @@ class Options:
                 check_writable(parameter)
             except ValueError as error:
                 raise ValueError(f"{name} cannot be averaged: {error}") from None
-            if parameter.dtype not in _DTYPES:
+            if parameter.dtype.itemsize == 1 or not (parameter.is_floating_point() or parameter.is_complex()):
                 raise ValueError(
                     f"{name} is {parameter.dtype}, which cannot be averaged; leave it out of the optimizer"
                 )

@@ -24,11 +24,10 @@ from torchring.world import World
 class Outgoing:
     """What a rank has for the others in one outer step."""
 
-    words: dict[str, Any]  # JSON: "step", "fragment", "made", "digest", "not_finite", "problem", and what guests say
+    words: dict[str, Any]  # JSON: "step", "fragment", "made", "digest", "not_finite", "guests"
     names: Sequence[str]  # of the parameters of the fragment
     digests: list[list[int]]  # of its outer parameters
-    values: torch.Tensor  # 1-D, fp32 or fp64, on the CPU, changed here: what parameters have changed, then buffers
-    shapes: Sequence[torch.Size]  # of these tensors
+    tensors: Sequence[torch.Tensor]  # what its parameters have changed, then buffers. Real, on the CPU.
     bits: int | None
     feedback: torch.Tensor | None  # what earlier codes have lost
 
@@ -38,7 +37,7 @@ class Incoming:
     """What has come back."""
 
     words: list[dict[str, Any]]  # of all ranks
-    values: torch.Tensor  # the mean over ranks, weighted by the inner steps that these have made
+    values: torch.Tensor  # 1-D: the mean of all tensors over ranks, weighted by the inner steps that these have made
     feedback: torch.Tensor | None
 
 
@@ -101,18 +100,18 @@ class Link:
             raise in_step(error)
         made = [each["made"] for each in words]
         shares = [each / sum(made) if any(made) else 1 / len(made) for each in made]
+        values, feedback = torch.cat([tensor.reshape(-1) for tensor in mine.tensors]), mine.feedback
         if mine.bits is None:
-            return Incoming(words, operations.all_reduce(backend, mine.values.mul_(shares[self.index]), "sum"), None)
-        sent, feedback = mine.values.float(), mine.feedback
+            return Incoming(words, operations.all_reduce(backend, values.mul_(shares[self.index]), "sum"), None)
+        sent, shapes = values.float(), [tensor.shape for tensor in mine.tensors]
         if feedback is not None:
             sent += feedback
         mean = torch.zeros_like(sent)
-        codes = delta_codes.encode(sent, mine.shapes, mine.bits)
-        for rank, data in enumerate(operations.all_gather(backend, codes)):
-            decoded = delta_codes.decode(data, mine.shapes, mine.bits)
+        for rank, data in enumerate(operations.all_gather(backend, delta_codes.encode(sent, shapes, mine.bits))):
+            decoded = delta_codes.decode(data, shapes, mine.bits)
             mean.add_(decoded, alpha=shares[rank])
             if rank == self.index and shares[rank]:
-                feedback = sent - decoded
+                feedback = (sent - decoded).nan_to_num_(0.0)  # a buffer need not be finite
         return Incoming(words, mean, feedback)
 
 
@@ -121,8 +120,6 @@ def _find_difference(
 ) -> RingError | None:
     """What is wrong on some rank. Collective: all ranks find the same."""
     for other, each in zip(ranks, words, strict=True):
-        if each["problem"]:
-            return PlanMismatchError(f"rank {other} {each['problem']}", peers=[other])
         place, first = ([of["fragment"], of["step"]] for of in (each, words[0]))
         if place != first:
             text = (
@@ -132,12 +129,12 @@ def _find_difference(
             )
             return PlanMismatchError(text, peers=[other])
     for other, each in zip(ranks, words, strict=True):
-        if name := each["not_finite"]:
+        if names := each["not_finite"]:
             text = (
-                f"{name} is not finite on rank {other} after {each['step']} inner steps, so it was averaged on no "
+                f"{names[0]} is not finite on rank {other} after {each['step']} inner steps, so it was averaged on no "
                 "rank; the outer parameters are as they were. Lower the learning rate, or clip gradients"
             )
-            return GradientError(text, peers=[other], parameters=[name])
+            return GradientError(text, peers=[other], parameters=names)
     if len({each["digest"] for each in words}) > 1:
         everybody = [json.loads(said) for said in operations.exchange(backend, json.dumps(mine.digests).encode())]
         for name, *of_ranks in zip(mine.names, *everybody, strict=False):
