@@ -16,27 +16,18 @@ from torchring.compression.int8 import Int8Codec, cut
 from torchring.compression.powersgd import PowerSGD, PowerSGDCodec
 
 
-class _Exchange:
-    """What ranks in threads share: the n-th collective of all ranks is one."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=20)
-        self._sent: list[torch.Tensor] = [torch.empty(0)] * size
-
-    def all_gather(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self.barrier.wait()
-        self._sent[rank] = tensor.clone()
-        self.barrier.wait()
-        return list(self._sent)
-
-
 class _Transport:
-    """Collectives of `Transport` that are over when they return."""
+    """Collectives of ranks that are threads; they are over when they return. The n-th one of all ranks is one."""
 
-    def __init__(self, exchange: _Exchange, rank: int) -> None:
-        self._gather = lambda tensor: exchange.all_gather(rank, tensor)
-        self._rank = rank
-        self.ranks = range(exchange.barrier.parties)
+    def __init__(self, sent: list[torch.Tensor], barrier: threading.Barrier, rank: int) -> None:
+        self._sent, self._barrier, self._rank = sent, barrier, rank
+        self.ranks = range(len(sent))
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._barrier.wait()
+        self._sent[self._rank] = tensor.clone()
+        self._barrier.wait()
+        return list(self._sent)
 
     def start_all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
         output.copy_(torch.stack([sent[self._rank] for sent in self._gather(tensor)]))
@@ -84,8 +75,8 @@ def _reduce(codec: Any, contents: Contents, transport: _Transport, weight: float
 
 
 def _run(size: int, body: Callable[[int, _Transport], Any]) -> list[Any]:
-    exchange = _Exchange(size)
-    return run_threads(lambda rank, size, store: body(rank, _Transport(exchange, rank)), size)
+    sent, barrier = [torch.empty(0)] * size, threading.Barrier(size, timeout=20)
+    return run_threads(lambda rank, size, store: body(rank, _Transport(sent, barrier, rank)), size)
 
 
 def _steps(
@@ -238,7 +229,7 @@ def test_a_compressor_of_the_script(as_bytes: bool) -> None:
 
 def test_a_compressor_that_returns_something_else() -> None:
     class Wrong(_Halves):
-        returned: Any = (1, 2)
+        returned: Any
 
         def compress(self, bucket: Bucket) -> Any:
             return self.returned
@@ -246,19 +237,13 @@ def test_a_compressor_that_returns_something_else() -> None:
         def decompress(self, data: Any, bucket: Bucket) -> torch.Tensor:
             return bucket.buffer[:3]
 
-    compressor = Wrong()
     contents = _contents()
-
-    def reduce() -> None:
-        _run(1, lambda rank, transport: _reduce(CustomCodec(contents, compressor, 1), contents, transport))
-
-    with pytest.raises(RanksFailed, match=r"Wrong\.compress\(\) returns bytes or a 1-D tensor, got tuple"):
-        reduce()
-    Wrong.returned = torch.zeros(2, 2)
-    with pytest.raises(RanksFailed, match=r"got Tensor of shape \(2, 2\)"):
-        reduce()
-    Wrong.returned = b"12"
-    with pytest.raises(RanksFailed, match=r"Wrong\.decompress\(\) returns a tensor of shape \(\d+,\), got shape"):
-        reduce()
+    for Wrong.returned, said in (
+        ((1, 2), r"Wrong\.compress\(\) returns bytes or a 1-D tensor, got tuple"),
+        (torch.zeros(2, 2), r"got Tensor of shape \(2, 2\)"),
+        (b"12", r"Wrong\.decompress\(\) returns a tensor of shape \(\d+,\), got shape"),
+    ):
+        with pytest.raises(RanksFailed, match=said):
+            _run(1, lambda rank, transport: _reduce(CustomCodec(contents, Wrong(), 1), contents, transport))
     with pytest.raises(RanksFailed, match=r"compress\(\) returned torch\.bfloat16 here, and not on rank 1"):
         _steps(lambda c, size, rank: CustomCodec(c, _Halves(as_bytes=rank == 1), size), 2)
