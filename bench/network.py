@@ -52,6 +52,7 @@ from torchring.bench.netns import Network
 from torchring.bench.options import parser
 from torchring.bench.step import Trainer
 from torchring.compression import PowerSGD
+from torchring.compression.check import TRIAL
 
 RANK = 4  # of PowerSGD
 LARGEST_WEIGHT_DIFFERENCE = {
@@ -117,10 +118,13 @@ def check_bytes(row: dict[str, Any]) -> None:
         is_by_host = row["stats"].get(rival, {}).get("algorithm") == "hierarchical"
         senders = layout.hosts if is_by_host else layout.num_ranks
         copies = 0 if rival == "alone" else 2 * (senders - 1) / senders
-        columns = layout.ranks_per_host if is_by_host else 1
-        expected = copies * sum(payload_bytes(rival, shape, columns) for shape in shapes)
-        if not -0.01 * expected <= found - expected <= MOST_HEADERS * expected + (1 << 18):
-            raise SystemExit(f"a step of {rival} sent {found} bytes over the busiest link instead of {expected:.0f}")
+        least, most = (  # a matrix may lie in the parts of several ranks of a host
+            copies * sum(payload_bytes(rival, shape, columns) for shape in shapes)
+            for columns in (1, layout.ranks_per_host if is_by_host else 1)
+        )
+        if not 0.99 * least <= found <= (1 + MOST_HEADERS) * most + (1 << 18):
+            text = f"{least:.0f} to {most:.0f}" if least < most else f"{least:.0f}"
+            raise SystemExit(f"a step of {rival} sent {found} bytes over the busiest link instead of {text}")
 
 
 def payload_bytes(rival: str, shape: torch.Size, columns: int) -> float:
@@ -162,7 +166,7 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     spreads = measure.take_turns(
         steps,
         prepare=prepare,
-        warmups=2,
+        warmups=TRIAL.stop + 3,  # torchring compresses nothing in some of these, to see whether that is faster
         seconds=options.seconds,
         most=options.most,
     )
