@@ -64,13 +64,11 @@ class GradBucket:
     def gradients(self) -> list[torch.Tensor]:
         """Complex ones as pairs of real numbers."""
         found = []
-        for slot in self.plan.slots:
-            spec = self.specs[slot.parameter]
-            if spec.dtype.is_complex:
-                shape, stride = (*spec.shape, 2), (*(2 * step for step in spec.gradient_stride), 1)
-            else:
-                shape, stride = spec.shape, spec.gradient_stride
-            found.append(self.wire.as_strided(shape, stride, slot.offset))
+        for spec, offset in [(self.specs[slot.parameter], slot.offset) for slot in self.plan.slots]:
+            parts = 2 if spec.dtype.is_complex else 1
+            strides = *(parts * step for step in spec.gradient_stride), 1
+            gradient = self.wire.as_strided((*spec.shape, parts), strides, offset)
+            found.append(gradient if parts == 2 else gradient.squeeze(-1))
         return found
 
     def parameters(self) -> list[torch.Tensor]:

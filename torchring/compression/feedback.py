@@ -11,8 +11,7 @@ from torchring.compression.schemes import COMPRESSED, CompressedAllReduce
 def state_dict(optimizer: Any) -> dict[str, torch.Tensor]:
     """What compression has lost and will still add to gradients, summed over ranks. Collective.
 
-    Without it, a job that goes on from a checkpoint loses about as much as one more compressed step does. The result
-    knows nothing of ranks, hosts or buckets.
+    Without it, a job that goes on from a checkpoint loses about as much as one more compressed step does.
 
     Args:
         optimizer: what `torchring.wrap` returned.
@@ -24,13 +23,10 @@ def state_dict(optimizer: Any) -> dict[str, torch.Tensor]:
     sync, all_reduce = _parts_of(optimizer)
     if all_reduce is None:
         return {}
-    own, sums = all_reduce.feedback(), {}
-    for spec in sync.specs:
-        if spec.is_sparse or spec.real_dtype not in COMPRESSED:
-            continue
-        mine = own.get(spec.name, torch.zeros(spec.num_reals, dtype=torch.float32, device="cpu"))
-        sums[spec.name] = collectives_of(sync.world).all_reduce(mine, "sum")
-    return sums
+    own = all_reduce.feedback()
+    specs = [spec for spec in sync.specs if not spec.is_sparse and spec.real_dtype in COMPRESSED]
+    nothing = {spec.name: torch.zeros(spec.num_reals, dtype=torch.float32, device="cpu") for spec in specs}
+    return {name: collectives_of(sync.world).all_reduce(own.get(name, zeros), "sum") for name, zeros in nothing.items()}
 
 
 def load_state_dict(optimizer: Any, state: dict[str, torch.Tensor]) -> None:
