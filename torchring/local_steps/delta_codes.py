@@ -36,22 +36,21 @@ def encode(values: torch.Tensor, shapes: Sequence[torch.Size], bits: int) -> tor
 
 def decode(data: torch.Tensor, shapes: Sequence[torch.Size], bits: int) -> torch.Tensor:
     """The values that `encode` was given, but for what is lost. `data` as `encode` returns it, but of any alignment."""
+    counts = [-(-shape.numel() // BLOCK) if _is_coded(shape) else 0 for shape in shapes]
     num_exact = sum(shape.numel() for shape in shapes if not _is_coded(shape))
-    num_blocks = sum(-(-shape.numel() // BLOCK) for shape in shapes if _is_coded(shape))
-    whole, packed = data[: 4 * (num_exact + num_blocks)], data[4 * (num_exact + num_blocks) :]
-    exact, scales = torch.split(whole.clone().view(torch.float32), [num_exact, num_blocks])
-    packed = packed.view(num_blocks, 1, BLOCK * bits // 8)
-    codes = torch.cat([packed >> bits * k & 2**bits - 1 for k in range(8 // bits)], 1).view(num_blocks, BLOCK)
-    coded = codes.float().mul_(2).sub_(2**bits - 1).mul_(scales[:, None]).view(-1)
+    at = 4 * (num_exact + sum(counts))
+    exact, scales = torch.split(data[:at].clone().view(torch.float32), [num_exact, sum(counts)])
+    packed = data[at:].view(sum(counts), 1, BLOCK * bits // 8)
     parts = []
-    for shape in shapes:
+    for shape, codes, scale in zip(shapes, torch.split(packed, counts), torch.split(scales, counts), strict=True):
         if not _is_coded(shape):
             part, exact = exact[: shape.numel()], exact[shape.numel() :]
             parts.append(part)
             continue
-        rest, end = shape.numel() % BLOCK, -(-shape.numel() // BLOCK) * BLOCK
-        parts += [coded[: shape.numel() - rest], coded[end - rest : end]]
-        coded = coded[end:]
+        codes = torch.cat([codes >> bits * k & 2**bits - 1 for k in range(8 // bits)], 1).view(-1, BLOCK)
+        values = codes.float().mul_(2).sub_(2**bits - 1).mul_(scale[:, None]).view(-1)
+        rest = shape.numel() % BLOCK
+        parts += [values[: shape.numel() - rest], values[len(values) - rest :]]
     return torch.cat(parts)
 
 
