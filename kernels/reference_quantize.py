@@ -13,37 +13,31 @@ _CHUNK_ROWS = 512  # 512 KiB of fp32, which stay in cache between two operations
 _LEAST = 1e-30  # a row with no larger value becomes zero: 127 divided by it would overflow
 
 
-def quantize_rows(
-    rows: Tensor, codes: Tensor, scales: Tensor, feedback: Tensor | None = None, weight: float = 1.0
-) -> None:
-    """codes, scales <- rows + weight * feedback; feedback <- what is lost, divided by `weight`.
+def quantize_rows(rows: Tensor, codes: Tensor, scales: Tensor, feedback: Tensor | None = None) -> None:
+    """codes, scales <- rows + feedback; feedback <- what is lost.
 
     rows: [R, 256] fp32, fp16 or bf16; overwritten.
     codes, scales: int8 [R, 256] and fp32 [R], contiguous.
     feedback: fp32 [R, 256]. A row that is not finite has a scale that is not finite, and its feedback stays as it was.
-        With weight 0 all feedback stays as it was, and is not added.
     """
     scratch = torch.empty(min(len(rows), _CHUNK_ROWS), rows.shape[1], dtype=torch.float32, device=rows.device)
     for begin in range(0, len(rows), _CHUNK_ROWS):
         chunk = slice(begin, begin + _CHUNK_ROWS)
         x, scale = rows[chunk].float(), scales[chunk].unsqueeze(1)
         values = scratch[: len(x)]
-        lost = None if feedback is None or not weight else feedback[chunk]
-        if lost is not None:
-            x.add_(lost, alpha=weight)
+        if feedback is not None:
+            x.add_(feedback[chunk])
         torch.amax(torch.abs(x, out=values), 1, keepdim=True, out=scale)
         scale.mul_(1 / 127).masked_fill_(scale < _LEAST / 127, 0.0)
         torch.mul(x, scale.reciprocal().masked_fill_(scale == 0, 0.0), out=values).round_()
         codes[chunk].copy_(values)
-        if lost is None:
+        if feedback is None:
             continue
         if scale.isfinite().all():
-            torch.addcmul(x, values, scale, value=-1, out=lost)
-            if weight != 1.0:
-                lost.div_(weight)
+            torch.addcmul(x, values, scale, value=-1, out=feedback[chunk])
         else:
-            found = torch.addcmul(x, values, scale, value=-1).div_(weight)
-            lost.copy_(torch.where(scale.isfinite(), found, lost))
+            lost = torch.addcmul(x, values, scale, value=-1)
+            feedback[chunk] = torch.where(scale.isfinite(), lost, feedback[chunk])
 
 
 def add_rows(total: Tensor, codes: Tensor, scales: Tensor) -> None:

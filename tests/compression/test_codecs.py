@@ -106,7 +106,7 @@ MAKERS: dict[str, Callable[[Contents, int, int], Any]] = {
 def test_what_is_lost_comes_later(kind: str) -> None:
     """All results and what ranks keep add up to all gradients. All ranks get the same bits."""
     for size in (1, 2, 3, 5):
-        for weight in (1.0, 3.0, 0.0):
+        for weight in (1.0, 0.0):
             ranks = _steps(MAKERS[kind], size, weight=weight)
             assert_same_on_all_ranks([torch.stack(results) for _, results, _ in ranks])
             exact = sum(sum(gradients) for gradients, _, _ in ranks)

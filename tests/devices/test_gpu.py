@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import torchring
 import torchring.horovod as hvd
+from tests.compression import test_hosts
 from tests.support.checks import assert_bitwise, exact_inputs
 from tests.support.commands import run_python
 from tests.support.documents import ROOT
@@ -31,6 +32,8 @@ from tests.support.training import ShardedSide, Side, assert_as_one_process
 from torchring.accelerators import accelerator_of
 from torchring.collectives import operations
 from torchring.collectives.service import Collectives
+from torchring.compression.codec import Contents, Piece
+from torchring.compression.on_device import Int8OnDevice
 from torchring.devices import nccl
 from torchring.devices.collectives import Aside, DeviceCollectives
 from torchring.devices.cuda import CudaAccelerator
@@ -40,6 +43,7 @@ from torchring.devices.stream import OnStream
 from torchring.devices.symmetric_memory import LonelyGroup
 from torchring.errors import GradientError, PeerLostError
 from torchring.functions import REDUCIBLE
+from torchring.kernels.reference_quantize import decode_rows, quantize_rows
 from torchring.memory import host as host_module
 from torchring.world import World
 
@@ -140,10 +144,12 @@ class GlooOnCuda:
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.copy_(copy)
 
-    def _allgather_base(self, output: Tensor, own: Tensor, options: Any) -> None:
+    def _allgather_base(self, output: Tensor, own: Tensor, *options: Any, name: str = "_allgather_base") -> None:
         copy = output.cpu()
-        self._gloo._allgather_base(copy, own.cpu(), options).wait()
+        getattr(self._gloo, name)(copy, own.cpu(), *options).wait()
         output.copy_(copy)
+
+    alltoall_base = functools.partialmethod(_allgather_base, name="alltoall_base")
 
 
 def pretend_hosts(rank: int, hosts: Sequence[int]) -> None:
@@ -186,6 +192,22 @@ def reduce_sizes(rank: int, size: int, algorithm: str, hosts: Sequence[int]) -> 
 )
 def test_sums_are_exact(algorithm: str, hosts: Sequence[int]) -> None:
     run_ranks(reduce_sizes, len(hosts), algorithm, hosts, env=SHARED, deadline=DEADLINE)
+
+
+def compress(rank: int, size: int, hosts: Sequence[int]) -> None:
+    pretend_hosts(rank, hosts)
+    with torch.device("cuda"):
+        start, exact, found = (
+            test_hosts._weights(test_hosts._model()),
+            *(test_hosts._train(rank, kind)[0] for kind in (None, "int8")),
+        )
+    assert 0 < (found - exact).norm() < 0.01 * (exact - start).norm()
+    torchring.shutdown()
+
+
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 0, 1, 1)])
+def test_int8_between_hosts(hosts: Sequence[int]) -> None:
+    run_ranks(compress, len(hosts), hosts, env=SHARED, deadline=DEADLINE)
 
 
 @pytest.mark.parametrize("shard", [False, pytest.param(True, marks=_NEEDS_SWAP)])
@@ -351,6 +373,16 @@ def test_collectives_over_nccl_alone() -> None:
     assert not torch.cuda.current_stream().query(), "the host has not waited"
     aside.wait([gathered])
     assert_bitwise(gathered.cpu(), torch.ones(1001))
+    rows, buffer = torch.randn(4, 256), torch.zeros(1024, device="cuda")
+    codec = Int8OnDevice(Contents(0, buffer, [Piece("w", (4, 256), 0, 1024, 0)], torch.zeros_like(buffer)), 1, 0)
+    for mode in ("default", "error"):  # the first launch compiles
+        buffer.copy_(rows.view(-1))
+        torch.cuda.set_sync_debug_mode(mode)
+        codec.launch(backend, 0.0)
+        torch.cuda.set_sync_debug_mode("default")
+    quantize_rows(rows.clone(), codes := torch.empty(4, 256, dtype=torch.int8), scales := torch.empty(4))
+    decode_rows(codes, scales, rows)
+    assert_bitwise(buffer.cpu(), rows.view(-1))
     engine.abort_word.fill_(1)
     operations.all_reduce(devices, ones, "sum")
     assert bool(ones.isnan().all())

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import torchring
 import torchring.horovod as hvd
 from tests.collectives import test_collectives
+from tests.compression import test_hosts
 from tests.horovod import test_collectives as horovod
 from tests.optimizer.test_semantics import CASES
 from tests.participants import test_buffers
@@ -126,6 +127,25 @@ def test_ranks_reduce_exactly(case: Case, rank: int) -> str:
         assert stats.num_buckets > 1
         assert stats.communication_ms > 0
         return digest(parameters)
+
+
+@scenario([*test_hosts.CASES, "hierarchical"], size=lambda name: 3 if name == "hierarchical" else 2)
+def test_int8_between_hosts_as_on_the_cpu(name: str, rank: int) -> str:
+    host_module._host_identity = lambda: f"host {rank if name != 'hierarchical' else rank // 2}"
+    step, options = test_hosts.CASES.get(name, test_hosts.CASES["plain"])
+    train = functools.partial(test_hosts._train, rank, "int8", step, **options)
+    expected, cpu = train()
+    with device():
+        found, stats = train()
+    way = (expected - test_hosts._weights(test_hosts._model())).norm()
+    assert (found - expected).norm() <= 6e-4 * way  # some codes are off by one. Compression moves weights by 17e-4.
+    assert stats.reason.endswith("; compressed by int8 between hosts")
+    assert stats.num_skipped_steps == cpu.num_skipped_steps
+    assert stats.compression_error == pytest.approx(cpu.compression_error, rel=1e-3, abs=1e-6)
+    for refused in ("powersgd", torchring.ddp_hook(None, print), mock.Mock(torchring.compression.Compressor)):
+        with device(), pytest.raises(ValueError, match="takes gradients on the CPU; on a GPU, compression='int8'"):
+            _wrapped(compression=refused)
+    return digest(found)
 
 
 def test_the_comparison_can_fail() -> None:

@@ -23,7 +23,7 @@ from torchring.kernels.chunks import ChunkTable
 from torchring.kernels.direct import prepare_direct
 from torchring.kernels.launching import NUM_WARPS
 from torchring.kernels.pack import prepare_pack, prepare_unpack
-from torchring.kernels.quantize import prepare_add, prepare_decode, prepare_quantize
+from torchring.kernels.quantize import prepare_decode, prepare_quantize
 from torchring.kernels.ring import prepare_ring
 
 triton = pytest.importorskip("triton")
@@ -93,24 +93,18 @@ def build_guard(gpu: str) -> Any:
         return compiled(guard.prepare_guard([OnDevice(F32, 1000), OnDevice(B16, 7)], abort))  # type: ignore[arg-type, list-item]
 
 
-def build_quantize(dtype: torch.dtype, gpu: str) -> Any:
+def build_quantize(dtype: torch.dtype, gpu: str, *add: int) -> Any:
     with driver_of(gpu):
-        rows, feedback = OnDevice(dtype, 4096), OnDevice(F32, 4096)
-        return compiled(prepare_quantize(rows, *_coded(), feedback, 0.3))  # type: ignore[arg-type]
-
-
-def build_add(gpu: str) -> Any:
-    with driver_of(gpu):
-        return compiled(prepare_add(OnDevice(F32, 4096), *_coded()))  # type: ignore[arg-type]
+        return compiled(prepare_quantize(*_rows(dtype), OnDevice(F32), (5, 9), *add))  # type: ignore[arg-type]
 
 
 def build_decode(dtype: torch.dtype, gpu: str) -> Any:
     with driver_of(gpu):
-        return compiled(prepare_decode(*_coded(), OnDevice(dtype, 4096)))  # type: ignore[arg-type]
+        return compiled(prepare_decode(*_rows(dtype)))
 
 
-def _coded() -> tuple[Any, Any]:
-    return OnDevice(torch.int8, 4096), OnDevice(F32, 16)
+def _rows(dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    return OnDevice(dtype), OnDevice(torch.uint8, 1 << 16), OnDevice(torch.int32, 4 * 16)
 
 
 def _of_rank(dtype: torch.dtype, num_ranks: int) -> dict[str, Any]:
@@ -151,10 +145,11 @@ def _cases() -> Iterator[Case]:
     yield Case("guard", build_guard)
     for dtype in (F32, F16, B16):
         size, coded = 4096 * dtype.itemsize, 4096
-        loads, stores = size + 4 * 4096, coded + 4 * 4096
+        loads, stores = size + 4 * 4096, coded + 8 * 4096  # feedback, and rows that travel in fp32
         yield Case(f"quantize {dtype}", partial(build_quantize, dtype), loads, stores, num_warps=4)
-        yield Case(f"decode to {dtype}", partial(build_decode, dtype), coded, size, num_warps=4)
-    yield Case("add", build_add, coded + 4 * 4096, 4 * 4096, num_warps=4)
+        add_up = lambda gpu, dtype=dtype: build_quantize(dtype, gpu, 1, 3)  # noqa: E731
+        yield Case(f"add up {dtype}", add_up, loads + coded + 4 * 4096, stores, num_warps=4)
+        yield Case(f"decode to {dtype}", partial(build_decode, dtype), coded + 4 * 4096, size, num_warps=4)
 
 
 CASES = list(_cases())

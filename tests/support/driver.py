@@ -25,6 +25,9 @@ class OnDevice:
         self.numel = lambda: numel
         self.data_ptr = lambda: address
 
+    def view(self, dtype: torch.dtype) -> "OnDevice":
+        return OnDevice(dtype)
+
     def dim(self) -> int:
         return 1
 

@@ -467,6 +467,9 @@ class FakeBackend:
     def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: Any) -> None:
         self._call(self._group._allgather_base, output, output, own, options)
 
+    def alltoall_base(self, output: torch.Tensor, *args: Any) -> None:
+        self._call(self._group.alltoall_base, output, output, *args)
+
     def abort(self) -> None:
         self._accelerator.calls["abort"] += 1
         self._aborted.set()

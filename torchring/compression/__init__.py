@@ -11,6 +11,7 @@ as they are. What compression loses in one step is added to the gradient of the 
     int8.py       8-bit integers                       powersgd.py    low-rank matrices
     custom.py     an object of the script              ddp_hook.py    hooks of DistributedDataParallel
     check.py      looks at the error now and then      feedback.py    error feedback in checkpoints
+    on_device.py  8-bit integers on GPUs
 """
 
 from torchring.compression.custom import Bucket as Bucket

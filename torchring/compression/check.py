@@ -19,7 +19,7 @@ import torch
 
 from torchring.collectives.service import internal_collectives_of
 from torchring.compression.codec import ROW, is_vector
-from torchring.compression.schemes import COMPRESSED, CompressedAllReduce
+from torchring.compression.schemes import COMPRESSED, CompressedBuckets
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.contract import Setup
 from torchring.gradients.reducer import Reducer
@@ -52,7 +52,7 @@ class CompressionCheck(Participant):
 
     def on_begin(self, current: Reduction) -> None:
         all_reduce = self._reducer.layout.all_reduce
-        if not isinstance(all_reduce, CompressedAllReduce):  # all ranks are on one host
+        if not isinstance(all_reduce, CompressedBuckets):  # all ranks are on one host
             return
         transport, number = all_reduce.transport, current.number - all_reduce.scheme.num_exact
         # A share of all weights that grows would make what was kept too large, so nothing is kept with `weigh`.
@@ -67,6 +67,8 @@ class CompressionCheck(Participant):
             # By number: a rank begins a reduction twice, if a backward ends before a bucket has left.
             self._bucket = buckets[number // REDUCTIONS_BETWEEN_CHECKS % len(buckets)]
             self._rows = self._rows_of(self._bucket)
+            places = [row for rows in self._rows.values() for row in rows]
+            self._places = torch.tensor(places, device=self._bucket.wire.tensor.device)
             all_reduce.sampled, all_reduce.take = self._bucket.wire, self._take
 
     def _note_time(self, number: int) -> None:
@@ -82,8 +84,8 @@ class CompressionCheck(Participant):
     def on_message(self, current: Reduction) -> None:
         if self._sample is None:
             return
-        exact = internal_collectives_of(self._reducer.world).all_reduce(self._sample, "sum")
-        error, self._sample = self._look(self._bucket.wire.tensor) - exact, None
+        exact = internal_collectives_of(self._reducer.world).all_reduce(self._sample.cpu(), "sum")
+        error, self._sample = self._look(self._bucket.wire.tensor).cpu() - exact, None
         lengths = [len(rows) for rows in self._rows.values()]
         parts = (torch.split(each, lengths) for each in (error, exact))
         for kind, wrong, right in zip(self._rows, *parts, strict=True):
@@ -98,8 +100,7 @@ class CompressionCheck(Participant):
 
     def _look(self, wire: torch.Tensor) -> torch.Tensor:
         """The rows of the sample, in fp64: [rows, ROW]."""
-        rows = torch.tensor([row for rows in self._rows.values() for row in rows], device="cpu")
-        return wire.view(-1, ROW)[rows].double()
+        return wire.view(-1, ROW)[self._places].double()
 
     def _rows_of(self, bucket: Bucket) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}

@@ -48,7 +48,7 @@ class Contents:
 class Codec(Protocol):
     """Compresses one buffer. `tensor`: the buffer, or zeros in its place, see `Transport.start_nothing`.
 
-    `weight`: of this rank; 0 if `tensor` is no gradient of this rank, and feedback is to stay as it is.
+    `weight`: 1; or 0, where feedback is not added and stays as it is.
     """
 
     num_bytes: int  # that this rank contributes

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from torchring.collectives.service import collectives_of
-from torchring.compression.schemes import COMPRESSED, CompressedAllReduce
+from torchring.compression.schemes import COMPRESSED, CompressedBuckets
 
 
 def state_dict(optimizer: Any) -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ def load_state_dict(optimizer: Any, state: dict[str, torch.Tensor]) -> None:
     all_reduce.load_feedback({name: given / num_owners for name, given in state.items()})
 
 
-def _parts_of(optimizer: Any) -> tuple[Any, CompressedAllReduce | None]:
+def _parts_of(optimizer: Any) -> tuple[Any, CompressedBuckets | None]:
     sync = optimizer._live_sync()
     found = sync.layout.all_reduce if hasattr(sync, "layout") else None  # else in a world of one
-    return sync, found if isinstance(found, CompressedAllReduce) else None
+    return sync, found if isinstance(found, CompressedBuckets) else None

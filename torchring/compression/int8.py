@@ -78,7 +78,7 @@ class Int8Codec(Codec):
             (end - begin) * _CODED_BYTES + len(e) * _EXACT_BYTES for (begin, end), e in zip(bounds, exact, strict=True)
         ]
         longest = math.ceil(max(lengths) / 64) * 64
-        self._sent, self._received = torch.zeros(2, num_ranks, longest, dtype=torch.uint8, device="cpu")
+        self._sent, self._received = contents.buffer.new_zeros(2, num_ranks, longest, dtype=torch.uint8)
         self._sent_parts = [_part(self._sent[i], *bounds[i], exact[i]) for i in range(num_ranks)]
         self._received_parts = [_part(message, *bounds[place], exact[place]) for message in self._received]
         self.num_bytes = self._sent.numel()
@@ -113,5 +113,5 @@ class Int8Codec(Codec):
             self._contents.clear_padding(tensor)
 
     def _quantize(self, rows: torch.Tensor, part: _Part, weight: float) -> None:
-        quantize_rows(rows, part.codes, part.scales, self._feedback[part.begin : part.end], weight)
+        quantize_rows(rows, part.codes, part.scales, self._feedback[part.begin : part.end] if weight else None)
         self._feedback[part.exact] = 0.0

@@ -100,13 +100,11 @@ class PowerSGDCodec(Codec):
         for matrix, (left, right) in zip(self._matrices, self._factors, strict=True):
             gradient, feedback = matrix.of(tensor), matrix.of(self._feedback)
             if weight:
-                gradient.add_(feedback, alpha=weight)
+                gradient.add_(feedback)
             torch.mm(gradient, matrix.right.T, out=left)
             torch.mm(matrix.left, gradient, out=right)
             if weight and _are_finite(left, right):
                 torch.addmm(gradient, *matrix.project(left, right), alpha=-1, out=feedback)
-                if weight != 1.0:
-                    feedback.div_(weight)
         return transport.start_all_reduce(self._message)
 
     def end(self, tensor: torch.Tensor, weight: float, transfer: Transfer) -> None:

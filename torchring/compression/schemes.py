@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -21,6 +22,7 @@ from torchring.compression.transport import CompressingTransport
 from torchring.errors import GradientError, in_step
 from torchring.gradients.layout import Options
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
+from torchring.rooms import room
 from torchring.transport.c10d import open_transport
 from torchring.world import World
 
@@ -80,13 +82,6 @@ class Scheme:
         if isinstance(self.settings, PowerSGD):
             raise GradientError("weigh() takes no compression='powersgd'; use 'int8' or 'bf16'")
 
-    def check_device(self, world: World) -> None:
-        """Raise ValueError if gradients on a device cannot be compressed."""
-        if isinstance(self.settings, DDPHook) or not world.shares_memory:
-            text = f"compression={self} takes gradients on the CPU; on a device, compression='bf16' halves what is sent"
-            raise in_step(ValueError(text))
-        self._say_that_nothing_is_compressed(world)
-
     def _say_that_nothing_is_compressed(self, world: World) -> None:
         if world.rank == 0:
             _logger.info("compression=%s: all ranks are on one host, so nothing is compressed", self)
@@ -115,12 +110,27 @@ class Scheme:
             reason=f"{choice.reason}; compressed by {self} between hosts"
         )
 
-    def codec(self, contents: Contents, ranks: Sequence[int], rank: int) -> Codec:
+    def open_on_device(self, world: World, algorithm: str, overlap: str, specs: Any, accelerator: Any) -> Any:
+        """Collective: as `opening.open_on_device`. Raises ValueError if gradients on a device cannot be compressed."""
+        opens = partial(room("device all-reduces").open_on_device, world, algorithm, overlap)
+        if isinstance(self.settings, DDPHook) or not (self.settings == "int8" or world.shares_memory):
+            text = (
+                f"compression={self} takes gradients on the CPU; on a GPU, compression='int8' sends a quarter of them"
+            )
+            raise in_step(ValueError(text))
+        if world.shares_memory:
+            self._say_that_nothing_is_compressed(world)
+            return opens(specs, accelerator)
+        from torchring.compression.on_device import CompressedOnStream
+
+        return opens((), accelerator, partial(CompressedOnStream, self))  # () has "auto" not measure full precision
+
+    def codec(self, contents: Contents, num_ranks: int, place: int) -> Codec:
         if self.settings == "int8":
-            return Int8Codec(contents, len(ranks), ranks.index(rank))
+            return Int8Codec(contents, num_ranks, place)
         if isinstance(self.settings, PowerSGD):
             return PowerSGDCodec(contents, self.settings)
-        return CustomCodec(contents, self.settings, len(ranks))
+        return CustomCodec(contents, self.settings, num_ranks)
 
 
 def scheme_of(compression: object) -> Scheme:
@@ -130,19 +140,16 @@ def scheme_of(compression: object) -> Scheme:
     return Scheme(PowerSGD() if compression == "powersgd" else compression)
 
 
-class CompressedAllReduce:
-    """`native` or `hierarchical`, whose sums between hosts are compressed. See `AllReduce`."""
+class CompressedBuckets:
+    """The buckets of an all-reduce whose sums between hosts are compressed, and what error feedback keeps of them."""
 
     def __init__(
-        self, inner: NativeAllReduce | HierarchicalAllReduce, transport: CompressingTransport, scheme: Scheme
+        self, scheme: Scheme, transport: Any, codec: Callable[[Contents, int, int], Codec], part: int | None = None
     ) -> None:
-        self.algorithm, self.in_background = inner.algorithm, inner.in_background
-        self.open_wires, self.abort_bucket, self.fail = inner.open_wires, inner.abort_bucket, inner.fail
-        self.scheme = scheme
-        self.transport = transport
+        self.scheme, self._codec, self._part = scheme, codec, part
+        self.transport = transport  # a `CompressingTransport`, or a `BetweenHosts`
         self.sampled: Any = None  # the wire of which `take` is called with the gradients of this rank
         self.take: Callable[[torch.Tensor], None]
-        self._inner: AllReduce[Any] = inner
         self._parts: list[tuple[Contents, Codec | None]] = []  # of all buckets
 
     @property
@@ -151,31 +158,25 @@ class CompressedAllReduce:
         is_exact = self.transport.is_exact
         return sum(c.buffer.nbytes if is_exact or codec is None else codec.num_bytes for c, codec in self._parts)
 
-    def start(self, wire: Any) -> BucketWork:
-        if wire is self.sampled:
-            for number, (tensor, factor, _) in getattr(wire, "deferred", {}).items():  # the sum will pack them again
-                torch.mul(tensor, factor, out=wire.blocks[number].own)
-            self.take(wire.tensor)
-        return self._inner.start(wire)
-
     def lay_out(
         self, wires: Sequence[Any], plan: Plan, specs: Sequence[ParameterSpec], parameters: Any, *, num_kept: int
     ) -> None:
         """See `PlannedAllReduce`. Feedback moves to its new place."""
         self.keep(num_kept)
         for wire, bucket in zip(wires, plan.buckets, strict=True):
-            buffer = wire.own if hasattr(wire, "own") else wire.whole
+            buffer = next(getattr(wire, name) for name in ("own", "whole", "own_slice") if hasattr(wire, name))
             if not buffer.numel() or bucket.wire_dtype not in COMPRESSED:
                 self._parts.append((Contents(bucket.index, buffer, (), buffer[:0]), None))
                 continue
             parts = self.transport.parts[buffer.data_ptr()] = []
-            for part in torch.split(buffer, self.scheme.part or buffer.numel()):
+            for part in torch.split(buffer, self._part or buffer.numel()):
                 first = (part.data_ptr() - wire.tensor.data_ptr()) // part.itemsize
                 pieces = list(_pieces(bucket, specs, first, first + part.numel()))
-                feedback = torch.zeros(part.numel(), dtype=torch.float32, device="cpu")
-                contents = Contents(bucket.index, part, pieces, feedback)
+                contents = Contents(bucket.index, part, pieces, part.new_zeros(part.numel(), dtype=torch.float32))
                 _load(contents, self.scheme.kept)
-                codec = self.scheme.codec(contents, self.transport.ranks, self.transport.rank)
+                codec = self._codec(
+                    contents, len(self.transport.ranks), self.transport.ranks.index(self.transport.rank)
+                )
                 self._parts.append((contents, codec))
                 parts.append((part.numel(), codec))
         self.scheme.kept.clear()
@@ -199,6 +200,23 @@ class CompressedAllReduce:
         for contents, _ in self._parts:
             contents.feedback.zero_()
             _load(contents, state)
+
+
+class CompressedAllReduce(CompressedBuckets):
+    """`native` or `hierarchical`, whose sums between hosts are compressed. See `AllReduce`."""
+
+    def __init__(self, inner: NativeAllReduce | HierarchicalAllReduce, transport: Any, scheme: Scheme) -> None:
+        super().__init__(scheme, transport, scheme.codec, scheme.part)
+        self.algorithm, self.in_background = inner.algorithm, inner.in_background
+        self.open_wires, self.abort_bucket, self.fail = inner.open_wires, inner.abort_bucket, inner.fail
+        self._inner: AllReduce[Any] = inner
+
+    def start(self, wire: Any) -> BucketWork:
+        if wire is self.sampled:
+            for number, (tensor, factor, _) in getattr(wire, "deferred", {}).items():  # the sum will pack them again
+                torch.mul(tensor, factor, out=wire.blocks[number].own)
+            self.take(wire.tensor)
+        return self._inner.start(wire)
 
     def close(self) -> None:
         self._inner.close()

@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -28,7 +28,7 @@ from torchring.kernels.ring import prepare_ring
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 
 _Options = TypeVar("_Options", bound=Any)
-_ALIGNMENT_BYTES: Final = 256
+_ALIGNMENT_BYTES: Final = 1024  # of wires and slices, so that both hold whole rows of 256 elements
 _WAITING_SHARE: Final = 6  # one block for so many processors; a block that waits may keep most of a processor
 
 
@@ -82,6 +82,7 @@ class Engine:
     ) -> None:
         self.algorithm = algorithm
         self.backend = backend
+        self.between_hosts: Callable[[torch.Tensor], None] | None = None  # adds up own slices, in place of `backend`
         self.group = group
         self.accelerator = accelerator
         self._num_slices = group.size if num_slices is None else num_slices
@@ -112,7 +113,8 @@ class Engine:
         for i, ((numel, dtype), (block, start)) in enumerate(zip(specs, places, strict=True)):
             parts = [part[start : start + numel * dtype.itemsize].view(dtype) for part in block.parts]
             own = parts[group.index]
-            bounds = [*slice_bounds(numel, self._num_slices, dtype.itemsize), *[(0, 0)] * group.size][group.index]
+            slices = slice_bounds(numel, self._num_slices, dtype.itemsize, _ALIGNMENT_BYTES)
+            bounds = [*slices, *[(0, 0)] * group.size][group.index]
             wires.append(DeviceWire(own.data, own, _addresses(parts, own.device), bounds, report, i, block))
         self.accelerator.synchronize()
         return wires
@@ -131,7 +133,7 @@ class Engine:
             return
         self.direct(wire, spread=False)
         if self.backend is not None and wire.own_slice.numel():
-            all_reduce(self.backend, wire.own_slice)
+            (self.between_hosts or partial(all_reduce, self.backend))(wire.own_slice)
         self.direct(wire, gather=False)
 
     def direct(self, wire: DeviceWire, *, gather: bool = True, spread: bool = True) -> None:
@@ -197,6 +199,11 @@ def all_reduce(backend: Backend, buffer: torch.Tensor, op: str = "sum") -> None:
 def all_gather(backend: Backend, buffer: torch.Tensor, own: torch.Tensor) -> None:
     """Fill `buffer` with the `own` of all ranks, on the current stream. `own` may be this rank's part of `buffer`."""
     backend._allgather_base(buffer, own, _in_stream(AllgatherOptions()))
+
+
+def all_to_all(backend: Backend, received: torch.Tensor, sent: torch.Tensor) -> None:
+    """Send part r of `sent`, which is cut into equal parts, to rank r; part r of `received` is from rank r."""
+    backend.alltoall_base(received, sent, [], [], _in_stream(dist.AllToAllOptions()))
 
 
 def broadcast(backend: Backend, buffer: torch.Tensor, src: int) -> None:

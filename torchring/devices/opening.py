@@ -32,6 +32,8 @@ from torchring.world import World
 _T = TypeVar("_T")
 Exchange: TypeAlias = Callable[[bytes], list[bytes]]
 """Collective: gives all ranks what each says, in rank order."""
+Specs: TypeAlias = Sequence[tuple[int, torch.dtype]]
+Kind: TypeAlias = Callable[..., OnStream]
 
 _LONGEST_SAMPLE_BYTES: Final = 32 << 20  # what is faster for this size is faster for all larger ones
 _NUM_REPEATS: Final = 12  # of a wire in a turn, so that it counts little that ranks begin at different times
@@ -45,7 +47,7 @@ _TRIAL_SECONDS: Final = 10.0  # kernels are compiled before, and take some micro
 
 
 def open_on_device(
-    world: World, algorithm: str, overlap: str, specs: Sequence[tuple[int, torch.dtype]], accelerator: CudaAccelerator
+    world: World, algorithm: str, overlap: str, specs: Specs, accelerator: CudaAccelerator, kind: Kind = OnStream
 ) -> tuple[OnStream, Choice]:
     """Collective: the all-reduce for buckets on a device that works in streams, and why this all-reduce was chosen.
 
@@ -59,7 +61,7 @@ def open_on_device(
     """
 
     def opened(name: str) -> OnStream:
-        return _tried_on_stream(world, _engine(world, name, accelerator), overlap)
+        return _tried_on_stream(world, _engine(world, name, accelerator), overlap, kind)
 
     gc.collect()  # memory of dead ranks, which errors of an earlier world still refer to
     if algorithm != "auto":
@@ -106,16 +108,15 @@ def _chosen(all_reduce: OnStream, why: str) -> tuple[OnStream, Choice]:
     return all_reduce, Choice(all_reduce.algorithm, why + all_reduce.engine.group.note)
 
 
-def _tried_on_stream(world: World, engine: Engine, overlap: str) -> OnStream:
+def _tried_on_stream(world: World, engine: Engine, overlap: str, kind: Kind) -> OnStream:
     """Collective: an all-reduce for `engine`, which has reduced some numbers between all ranks.
 
     GPUs announce access to each other's memory, and may then lose what they write there, or never see it (PCIe behind
     an IOMMU, virtual machines). Kernels may not compile. Better to find out here, where there is a way out, than in a
     backward. Raises TopologyError on all ranks if a rank finds fault.
     """
-    all_reduce = OnStream(
-        engine, world, in_background=overlap != "inline", lost_afar=internal_collectives_of(world).lost_peer
-    )
+    lost_afar = internal_collectives_of(world).lost_peer
+    all_reduce = kind(engine, world, in_background=overlap != "inline", lost_afar=lost_afar)
     inputs = [((torch.arange(_TRIAL_NUMEL, device="cpu") + 7 * rank) % 61).float() for rank in range(world.size)]
 
     def launch_all() -> None:
@@ -293,7 +294,7 @@ def _together(world: World, open_it: Callable[[], _T], problem: str = "", exchan
     return opened[0]
 
 
-def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> tuple[int, torch.dtype]:
+def _sample(specs: Specs) -> tuple[int, torch.dtype]:
     """The wire that stands for all others: in order of size, the one that holds the middle one of all bytes.
 
     Its size counts: kernels of torchring's own are the faster ones for small wires, NCCL for large ones.
@@ -304,9 +305,7 @@ def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> tuple[int, torch.dtype]
     return min(numel, _LONGEST_SAMPLE_BYTES // dtype.itemsize), dtype
 
 
-def _measure(
-    world: World, all_reduces: Mapping[str, OnStream], specs: Sequence[tuple[int, torch.dtype]]
-) -> dict[str, float]:
+def _measure(world: World, all_reduces: Mapping[str, OnStream], specs: Specs) -> dict[str, float]:
     """Collective: seconds that each all-reduce takes for the sample. Closes the all-reduces if it fails.
 
     They take turns. The result is the median of turns, with the same numbers on all ranks, so that all decide alike.
@@ -359,7 +358,7 @@ def _seconds_together(
     return float(collectives.all_reduce(taken, "max"))
 
 
-def _adds_in_fp32(world: World, native: OnStream, specs: Sequence[tuple[int, torch.dtype]]) -> bool:
+def _adds_in_fp32(world: World, native: OnStream, specs: Specs) -> bool:
     """Collective: whether NCCL rounds sums of 16-bit values once, for a wire of each binary order of size in `specs`.
 
     It chooses by size, link and release how it adds, and does not tell. Its symmetric kernels and switches add in fp32,

@@ -170,9 +170,8 @@ class BucketLayout:
     def _open_all_reduce(self, device: torch.device, plan: Plan) -> tuple[AllReduce[Any], Choice]:
         world, options = self.world, self.options
         if accelerator := accelerator_of(device):
-            if options.scheme is not None:
-                options.scheme.check_device(world)
-            opened: tuple[AllReduce[Any], Choice] = room("device all-reduces").open_on_device(
+            opening = room("device all-reduces") if options.scheme is None else options.scheme
+            opened: tuple[AllReduce[Any], Choice] = opening.open_on_device(
                 world, options.algorithm, options.overlap, wires_of(plan), accelerator
             )
             return opened
