@@ -33,8 +33,8 @@ from torchring.rooms import participants, room
 from torchring.world import World
 
 _SKIPS_A_PART: Final = (
-    "on_nonfinite='skip' looks at one part of DTensors, and ranks with other parts would step; use GradScaler, or pass "
-    "on_nonfinite='raise' or 'ignore'"
+    "on_nonfinite='skip' and max_error look at one part of DTensors, and ranks with other parts would not follow; use "
+    "GradScaler, or pass on_nonfinite='raise' or 'ignore'; leave max_error out"
 )
 
 
@@ -76,7 +76,7 @@ class ConnectedOptimizer(OptimizerWrapper):
             check_free(names, world)
             if world.outer.groups:
                 ignored |= room("groups").left_to_others(self, names, model, world)
-            if options.on_nonfinite == "skip" and any(p is not whole_of(p) for p in names):
+            if (options.on_nonfinite == "skip" or options.max_error) and any(p is not whole_of(p) for p in names):
                 raise ValueError(_SKIPS_A_PART)
             refuse_part_of_state(optimizer)
             self._check(optimizer, options, world, names)

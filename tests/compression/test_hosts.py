@@ -110,19 +110,25 @@ def _train(
 
 
 def _two_optimizers(rank: int, compression: Any) -> torch.Tensor:
-    model = _model()
+    """Of three ranks, the first and the last have the first optimizer in a group, and the other one has it alone."""
+    model, pair = _model(), [0, torchring.size() - 1]
     torch.set_default_dtype(torch.bfloat16)  # what is kept and sent has a dtype of its own
     halves = [torch.optim.SGD(half.parameters(), lr=0.05) for half in (model[:2], model[2:])]
-    optimizers = [torchring.wrap(half, compression=compression) for half in halves]
+    groups = [pair, *([other] for other in range(1, pair[1]))], None
+    optimizers = [
+        torchring.wrap(half, compression=compression, group=g) for half, g in zip(halves, groups, strict=True)
+    ]
     for i in range(STEPS):
         model.zero_grad()
         _loss(model, rank, i).backward()
         for optimizer in optimizers:
             optimizer.step()
+    assert all(optimizer.stats().compression_error for optimizer in optimizers if compression and rank in pair)
     for optimizer in optimizers:
         optimizer.close()
     torch.set_default_dtype(torch.float32)
-    return _weights(model)
+    of_pair = torchring.broadcast(_weights(model[:2]), 0)
+    return torch.cat([_weights(model[:2]) if rank in pair else of_pair, _weights(model[2:])])
 
 
 def _mixed(rank: int, compression: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -253,6 +254,7 @@ def _summed_by_dtensor(mesh: DeviceMesh) -> None:
         optimizer.close()
 
 
+_OF_ALL = torchring.ddp_hook(None, allreduce_hook)
 _PARTS = "up.weight is a DTensor, as fully_shard() makes them", "have different parts", "group=mesh[...]"
 _MISTAKES: list[tuple[Callable[[DeviceMesh], object], str, tuple[str, ...]]] = [
     (lambda m: _wrap(_made(m["tp"]), m["tp"]), "ValueError", (*_PARTS, "Train the bare model")),
@@ -277,6 +279,8 @@ _MISTAKES: list[tuple[Callable[[DeviceMesh], object], str, tuple[str, ...]]] = [
         "ValueError",
         ("on_nonfinite='skip'", "GradScaler"),
     ),
+    (lambda m: _wrap(_made(m["tp"]), m["dp"], compression="int8", max_error=1), "ValueError", ("leave max_error out",)),
+    (lambda m: _wrap(_made(m["tp"]), m["dp"], compression=_OF_ALL), "ValueError", ("must be the ProcessGroup of the",)),
     (_muon, "ValueError", ("shard=True does not work with Muon and DTensors",)),
     (_summed_by_dtensor, "GradientError", ("gradient of weight is placed (Partial(sum), ", "mesh['tp']")),
 ]
@@ -293,14 +297,16 @@ def _check_mistakes(mesh: DeviceMesh) -> None:
 
 def _check_ddp(mesh: DeviceMesh) -> None:
     """The same bits as DDP, which adds up two ranks in either order."""
-    d, model, theirs = mesh.get_local_rank("dp"), _made(mesh["tp"], False), _made(mesh["tp"], False)
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), 0.1), model, group=mesh["dp"])
-    _pre_dp_module_transform(theirs)
-    ddp = DistributedDataParallel(theirs, process_group=mesh.get_group("dp"))
-    _plainly(model, optimizer, d)
-    local = list(ddp.parameters())
-    _plainly(ddp, torch.optim.SGD(local, 0.1), d)
-    assert all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), local, strict=True))
+    d, group = mesh.get_local_rank("dp"), mesh.get_group("dp")
+    for compression in (None, torchring.ddp_hook(group, allreduce_hook)):
+        model, theirs = _made(mesh["tp"], False), _made(mesh["tp"], False)
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        _plainly(model, torchring.wrap(sgd, model, group=group, compression=compression), d)
+        _pre_dp_module_transform(theirs)
+        ddp = DistributedDataParallel(theirs, process_group=group)
+        local = list(ddp.parameters())
+        _plainly(ddp, torch.optim.SGD(local, 0.1), d)
+        assert all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), local, strict=True))
 
 
 def _check_checkpoints(mesh: DeviceMesh, folder: str) -> None:

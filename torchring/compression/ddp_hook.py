@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torchring.allreduce.native import NativeAllReduce, NativeWire
+from torchring.errors import in_step
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
 
 
@@ -17,6 +18,14 @@ class DDPHook:
 
     state: Any
     hook: Callable[[Any, Any], torch.futures.Future[Any]]
+
+    def check_group(self, members: Sequence[int]) -> None:
+        """Raise ValueError if the optimizer is of a group, whose members these are, and the hook sends to others."""
+        group = getattr(self.state, "process_group", self.state)
+        reached = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
+        if members and sorted(reached) != sorted(members):
+            text = "with group=, a hook's state must be the ProcessGroup of the same ranks, or have it as process_group"
+            raise in_step(ValueError(f"{text}; else the hook sends to other ranks than {list(members)}"))
 
 
 def ddp_hook(state: Any, hook: Callable[[Any, Any], torch.futures.Future[Any]]) -> DDPHook:
@@ -30,7 +39,8 @@ def ddp_hook(state: Any, hook: Callable[[Any, Any], torch.futures.Future[Any]]) 
     `torchring.init(process_group=True)`.
 
     Args:
-        state: passed to the hook.
+        state: passed to the hook. With `group=` of `wrap`, it is the ProcessGroup of these ranks, or has that as
+            `process_group`.
         hook: takes the state and a bucket with the methods of torch.distributed.GradBucket, and returns a Future of the
             mean over ranks, a tensor as large as `bucket.buffer()`. Between parameters, the buffer has a few zeros.
 

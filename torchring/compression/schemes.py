@@ -89,6 +89,7 @@ class Scheme:
     def open_all_reduce(self, world: World, choice: Choice, overlap: str) -> tuple[AllReduce[Any], Choice]:
         """Collective: as `select.open_all_reduce`, for gradients on the CPU."""
         if isinstance(self.settings, DDPHook):
+            self.settings.check_group(world.members)
             return HookAllReduce(open_transport(world), self.settings, world.size), Choice("native", "a hook reduces")
         if world.shares_memory:
             self._say_that_nothing_is_compressed(world)
