@@ -18,7 +18,9 @@ from tests.support.checks import assert_same_on_all_ranks
 from tests.support.harness import ranks, run_ranks
 from tests.support.netns import needs_hosts, run_on_hosts
 from torchring.bench.netns import Network
-from torchring.compression import PowerSGD
+from torchring.compression import PowerSGD, check
+from torchring.compression.codec import ROW
+from torchring.compression.schemes import Scheme
 from torchring.errors import GradientError, PlanMismatchError, RingError
 
 STEPS = 8
@@ -178,7 +180,9 @@ def _everything(rank: int, world_size: int) -> dict[str, tuple[torch.Tensor, ...
         assert stats.num_skipped_steps == (name == "poisoned")
     for name, script in {"two optimizers": _two_optimizers, "mixed": _mixed}.items():
         found[name] = script(rank, None), script(rank, "int8")
-    found["powersgd"] = _train(rank, None)[0], _train(rank, PowerSGD(2, 3))[0]
+    found["powersgd"] = found["plain"][0], _train(rank, PowerSGD(2, 3))[0]
+    Scheme.part = 2 * ROW  # type: ignore[assignment]  # a buffer is cut into several
+    found["in parts"] = found["plain"][0], _train(rank, "int8")[0]
     torchring.shutdown()
     return found
 
@@ -256,6 +260,22 @@ def test_feedback_survives_another_number_of_ranks(network: Network) -> None:
     loaded, *_ = run_on_hosts(network, (2, 1), _kept, saved)
     for name, tensor in saved.items():
         torch.testing.assert_close(loaded[name], tensor, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("exact", "compressed"), [(200, 250), (250, 200)])
+def test_compression_that_does_not_pay_is_said(
+    exact: int, compressed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(check, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    reducer: Any = SimpleNamespace(world=SimpleNamespace(rank=0), options=SimpleNamespace(compression="int8"))
+    setup: Any = SimpleNamespace(options=SimpleNamespace(max_error=None), model=None, names={})
+    watch = check.CompressionCheck(reducer, setup)
+    for number in range(20):
+        watch._note_time(number)
+        now[0] += (compressed if number % 2 or number not in check.TRIAL else exact) / 1000
+    said = "compression=int8 does not pay here: a step takes 250 ms with it, and 200 ms in full precision"
+    assert caplog.messages == [said] * (compressed > exact)
 
 
 @ranks(2)
