@@ -88,26 +88,25 @@ class GradBucket:
         return self.is_last_one
 
 
+@dataclass(eq=False)
 class _Work:
     """One call of the hook. See `BucketWork`."""
 
-    span = None
-
-    def __init__(self, future: torch.futures.Future[Any], target: torch.Tensor | None) -> None:
-        self._future = future
-        self._target = target
+    future: torch.futures.Future[Any]
+    target: torch.Tensor | None  # gets the result
+    span: tuple[float, float] | None = None
 
     def advance(self, *, waits: bool = False) -> bool:
         return True
 
     def wait(self) -> None:
-        result = self._future.wait()
+        result = self.future.wait()
         result = result[0] if isinstance(result, list) else result
-        if self._target is not None:
-            if result.shape != self._target.shape:
-                raise ValueError(f"a hook's result has shape {tuple(result.shape)}, not {tuple(self._target.shape)}")
-            self._target.copy_(result)
-            self._target = None
+        if self.target is not None:
+            if result.shape != self.target.shape:
+                raise ValueError(f"a hook's result has shape {tuple(result.shape)}, not {tuple(self.target.shape)}")
+            self.target.copy_(result)
+            self.target = None
 
 
 class HookAllReduce(NativeAllReduce):

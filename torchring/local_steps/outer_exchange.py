@@ -120,15 +120,13 @@ def _find_difference(
 ) -> RingError | None:
     """What is wrong on some rank. Collective: all ranks find the same."""
     for other, each in zip(ranks, words, strict=True):
-        place, first = ([of["fragment"], of["step"]] for of in (each, words[0]))
+        place, first = (f"the fragment of {of['fragment']} after inner step {of['step']}" for of in (each, words[0]))
         if place != first:
             text = (
-                f"rank {other} exchanges the fragment of {place[0]} after inner step {place[1]}, rank 0 that of "
-                f"{first[0]} after step {first[1]}; call step() equally often and in the same order on all ranks, and "
-                "load the same checkpoint"
+                f"rank {other} exchanges {place}, rank 0 {first}; call step() equally often and in the same order on "
+                "all ranks, and load the same checkpoint"
             )
             return PlanMismatchError(text, peers=[other])
-    for other, each in zip(ranks, words, strict=True):
         if names := each["not_finite"]:
             text = (
                 f"{names[0]} is not finite on rank {other} after {each['step']} inner steps, so it was averaged on no "
