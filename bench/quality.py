@@ -1,12 +1,11 @@
 """What fewer bytes cost: loss curves with compression and with local steps, beside those with full gradients.
 
     torchring bench quality                  digits and a character GPT, 5 seeds (as root)
-    torchring bench quality --tasks gpt --seeds 1 --arms none int8 "powersgd 8"
+    torchring bench quality --tasks gpt --seeds 1 --arms none int8 "powersgd 8" "diloco 30"
 
-Two ranks train on two hosts, which are network namespaces. All arms of a seed begin with the same weights and see the
-same samples: none (no compression), int8, "powersgd RANK", "diloco H", "local H" (LocalSGD). PowerSGD begins after a
-tenth of the steps. A loss is the mean over ranks of the loss before a step; with local steps, of each rank's own
-parameters. "tail" is the last tenth of the steps, and "held out" the loss at the end on samples that no rank has seen.
+Two ranks train on two hosts (network namespaces). All arms of a seed begin with the same weights and see the same
+samples: none, int8, "powersgd RANK [MIN_RATE]", "diloco H", "local H" (LocalSGD). The last three begin after a fifth of
+the steps. A loss is the mean over ranks before a step. "tail": the last tenth. "held out": the end, on new samples.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from torchring.bench.netns import Network
 from torchring.bench.options import parser
 from torchring.compression import PowerSGD
 
-STEPS, PARTS = 300, 30  # PARTS: of a curve in the rows
+STEPS, START, PARTS = 300, 60, 30  # START: of few bytes; PARTS: of a curve in the rows
 KINDS = ("whole curve", "tail", "held out")
 
 
@@ -80,16 +79,15 @@ def gpt() -> Task:
 TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "gpt": gpt}
 
 
-def optimizer_of(arm: str, model: nn.Module, lr: float) -> Any:
-    name, _, number = arm.partition(" ")
-    adamw = torch.optim.AdamW(model.parameters(), lr=lr)
-    if name == "diloco":
+def optimizer_of(arm: str, adamw: torch.optim.Optimizer, model: nn.Module, step: int) -> Any:
+    name, *numbers = arm.split()
+    if name == "diloco" and step:
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
-        return torchring.DiLoCo(adamw, model, every=int(number), outer=outer)
-    if name == "local":
-        return torchring.LocalSGD(adamw, model, every=int(number))
-    scheme = PowerSGD(rank=int(number), start=STEPS // 10) if name == "powersgd" else name
-    return torchring.wrap(adamw, model, compression=None if name == "none" else scheme)
+        return torchring.DiLoCo(adamw, model, every=int(numbers[0]), outer=outer)
+    if name == "local" and step:
+        return torchring.LocalSGD(adamw, model, every=int(numbers[0]))
+    powersgd = PowerSGD(int(numbers[0]), START, *map(float, numbers[1:])) if name == "powersgd" else None
+    return torchring.wrap(adamw, model, compression="int8" if name == "int8" else powersgd)
 
 
 def train(task: Task, arm: str, seed: int) -> dict[str, Any]:
@@ -100,10 +98,13 @@ def train(task: Task, arm: str, seed: int) -> dict[str, Any]:
 
     torch.manual_seed(seed)
     model, generator = task.model(), torch.Generator().manual_seed(2 * seed + torchring.rank())
-    optimizer = optimizer_of(arm, model, task.lr)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    losses = torch.empty(STEPS)
+    adamw = torch.optim.AdamW(model.parameters(), lr=task.lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, STEPS)
+    optimizer, losses = optimizer_of(arm, adamw, model, 0), torch.empty(STEPS)
     for step in range(STEPS):
+        if step == START and arm.startswith(("diloco", "local")):
+            optimizer.close()
+            optimizer = optimizer_of(arm, adamw, model, step)
         optimizer.zero_grad()
         loss = loss_of(task.sample(generator))
         losses[step] = loss.detach()
