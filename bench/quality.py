@@ -82,7 +82,7 @@ TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "gpt": gpt}
 def optimizer_of(arm: str, adamw: torch.optim.Optimizer, model: nn.Module, step: int) -> Any:
     name, *numbers = arm.split()
     if name == "diloco" and step:
-        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.7, nesterov=True)
         return torchring.DiLoCo(adamw, model, every=int(numbers[0]), outer=outer)
     if name == "local" and step:
         return torchring.LocalSGD(adamw, model, every=int(numbers[0]))
