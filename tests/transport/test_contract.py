@@ -23,13 +23,16 @@ import torch
 import torch.distributed as dist
 
 import torchring
+from tests.compression import test_hosts
 from tests.support import mpi_job
-from tests.support.checks import assert_bitwise, exact_inputs
+from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, exact_inputs
 from tests.support.harness import RanksFailed, count_open_fds, patient, run_ranks, run_threads, wait_until
 from tests.support.mpi_job import needs_mpi
 from tests.support.training import Side, assert_as_one_process, momentum, small_model, train, values
 from torchring.allreduce.native import NativeAllReduce
+from torchring.compression import PowerSGD
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError, TopologyError
+from torchring.memory import host as host_module
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport import c10d
 from torchring.transport.c10d import C10dTransport
@@ -467,6 +470,22 @@ def _script(side: Side) -> list[torch.Tensor]:
 @needs_mpi
 def test_training_over_mpi_is_training_in_one_process() -> None:
     assert_as_one_process(_script, world_size=job.num_ranks, run=lambda *_: job.run(_train_over_mpi, job.num_ranks))
+    found = job.run(_compress_over_mpi, job.num_ranks)
+    way = found[0][0] - test_hosts._weights(test_hosts._model())
+    for number, most in ((1, 0.03), (2, 0.7)):
+        assert_same_on_all_ranks([each[number] for each in found])
+        assert 0 < (found[0][number] - found[0][0]).norm() / way.norm() < most
+
+
+def _compress_over_mpi(rank: int, store: dist.Store, communicator: Any) -> list[torch.Tensor]:
+    host = mock.patch.object(host_module, "_host_identity", return_value=f"host {rank % 2}")
+    with host, mock.patch.dict(os.environ):
+        del os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"]  # which says that all ranks are on one host
+        torchring.init(backend="mpi")
+    found = [test_hosts._train(rank, kind) for kind in (None, "int8", PowerSGD(2, 3))]
+    assert ["compressed" in stats.reason for _, stats in found] == [False, True, True]
+    torchring.shutdown()
+    return [weights for weights, _ in found]
 
 
 def _train_over_mpi(rank: int, store: dist.Store, communicator: Any) -> list[torch.Tensor]:
