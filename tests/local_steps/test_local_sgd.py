@@ -156,11 +156,14 @@ def test_muon_16_bits_complex_buffers_and_a_scaler(rank: int) -> None:
     assert counts.tolist() == [6, 5]  # rank 1 has left one out, and came to each exchange all the same
 
     params = [nn.Parameter(torch.full((3,), 1.0 + rank, dtype=d)) for d in (torch.bfloat16, torch.complex64)]
+    params.append(nn.Parameter(torch.ones(3, 1)))
+    params[2].grad = torch.sparse_coo_tensor([[rank]], [[2.0]], (3, 1))
     optimizer = torchring.LocalSGD(torch.optim.SGD(params, lr=1.0), every=1)
     params[0].grad, params[1].grad = torch.full_like(params[0], rank), torch.full_like(params[1], 2j * rank)
     optimizer.step()
     assert params[0].tolist() == [0.5] * 3  # all began with 1
     assert params[1].tolist() == [1 - 1j] * 3
+    assert params[2].flatten().tolist() == [0.0, 0.0, 1.0]
     optimizer.found_inf = torch.tensor(1.0)  # as a GradScaler says: no rank makes this step
     optimizer.step()
     assert params[1].tolist() == [1 - 1j] * 3
