@@ -84,7 +84,7 @@ OPTIONS: Final = {
     "quality": [
         *_ROWS,
         _option("--tasks", nargs="+", choices=("digits", "gpt"), default=["digits", "gpt"]),
-        _option("--arms", nargs="+", default=["none", "int8", "powersgd 4", "diloco 10", "local 10"]),
+        _option("--arms", nargs="+", default=["none", "int8", "powersgd 4", "powersgd 4 8", "diloco 10", "diloco 30"]),
         _option("--seeds", type=_POSITIVE, default=5),
     ],
     "sharding": [
