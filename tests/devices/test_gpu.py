@@ -33,7 +33,7 @@ from torchring.accelerators import accelerator_of
 from torchring.collectives import operations
 from torchring.collectives.service import Collectives
 from torchring.compression.codec import Contents, Piece
-from torchring.compression.on_device import Int8OnDevice
+from torchring.compression.on_device import BetweenHosts, Int8OnDevice
 from torchring.devices import nccl
 from torchring.devices.collectives import Aside, DeviceCollectives
 from torchring.devices.cuda import CudaAccelerator
@@ -374,7 +374,9 @@ def test_collectives_over_nccl_alone() -> None:
     aside.wait([gathered])
     assert_bitwise(gathered.cpu(), torch.ones(1001))
     rows, buffer = torch.randn(4, 256), torch.zeros(1024, device="cuda")
-    codec = Int8OnDevice(Contents(0, buffer, [Piece("w", (4, 256), 0, 1024, 0)], torch.zeros_like(buffer)), 1, 0)
+    codec = Int8OnDevice(
+        Contents(0, buffer, [Piece("w", (4, 256), 0, 1024, 0)], torch.zeros_like(buffer)), BetweenHosts(backend)
+    )
     for mode in ("default", "error"):  # the first launch compiles
         buffer.copy_(rows.view(-1))
         torch.cuda.set_sync_debug_mode(mode)

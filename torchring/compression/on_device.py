@@ -19,8 +19,8 @@ from torchring.kernels.quantize import prepare_decode, prepare_quantize
 class Int8OnDevice(Int8Codec):
     """An `Int8Codec` whose launches are prepared."""
 
-    def __init__(self, contents: Contents, num_ranks: int, place: int) -> None:
-        super().__init__(contents, num_ranks, place)
+    def __init__(self, contents: Contents, between: "BetweenHosts") -> None:
+        super().__init__(contents, len(between.ranks), between.rank)
         places = torch.tensor([[0], [0], [-1], [ROW]], dtype=torch.int32, device="cpu").repeat(1, len(self._feedback))
         for part in self._sent_parts:
             codes, scales, values = (int(each.storage_offset()) for each in (part.codes, part.scales, part.values))
@@ -30,8 +30,8 @@ class Int8OnDevice(Int8Codec):
             places[2, part.exact] = values // 4 + rows[: len(part.exact)] * (ROW // 4)
         for piece in contents.pieces:
             places[3, (piece.end - 1) // ROW] = (piece.end - 1) % ROW + 1
-        places, own = places.to(contents.buffer.device), self._sent_parts[place]
-        sides = (self._sent, ()), (self._received, (place, num_ranks))
+        places, own = places.to(contents.buffer.device), self._sent_parts[between.rank]
+        sides = (self._sent, ()), (self._received, (between.rank, len(between.ranks)))
         self._launches = [  # by weight
             [prepare_quantize(contents.buffer, side, places, kept, (own.begin, own.end), *add) for side, add in sides]
             for kept in (None, contents.feedback)

@@ -115,9 +115,7 @@ class Scheme:
         """Collective: as `opening.open_on_device`. Raises ValueError if gradients on a device cannot be compressed."""
         opens = partial(room("device all-reduces").open_on_device, world, algorithm, overlap)
         if isinstance(self.settings, DDPHook) or not (self.settings == "int8" or world.shares_memory):
-            text = (
-                f"compression={self} takes gradients on the CPU; on a GPU, compression='int8' sends a quarter of them"
-            )
+            text = f"compression={self} takes gradients on the CPU; on a GPU, compression='int8' sends a quarter"
             raise in_step(ValueError(text))
         if world.shares_memory:
             self._say_that_nothing_is_compressed(world)
@@ -126,12 +124,12 @@ class Scheme:
 
         return opens((), accelerator, partial(CompressedOnStream, self))  # () has "auto" not measure full precision
 
-    def codec(self, contents: Contents, num_ranks: int, place: int) -> Codec:
+    def codec(self, contents: Contents, transport: CompressingTransport) -> Codec:
         if self.settings == "int8":
-            return Int8Codec(contents, num_ranks, place)
+            return Int8Codec(contents, len(transport.ranks), transport.ranks.index(transport.rank))
         if isinstance(self.settings, PowerSGD):
             return PowerSGDCodec(contents, self.settings)
-        return CustomCodec(contents, self.settings, num_ranks)
+        return CustomCodec(contents, self.settings, len(transport.ranks))
 
 
 def scheme_of(compression: object) -> Scheme:
@@ -144,9 +142,7 @@ def scheme_of(compression: object) -> Scheme:
 class CompressedBuckets:
     """The buckets of an all-reduce whose sums between hosts are compressed, and what error feedback keeps of them."""
 
-    def __init__(
-        self, scheme: Scheme, transport: Any, codec: Callable[[Contents, int, int], Codec], part: int | None = None
-    ) -> None:
+    def __init__(self, scheme: Scheme, transport: Any, codec: Callable[..., Codec], part: int | None = None) -> None:
         self.scheme, self._codec, self._part = scheme, codec, part
         self.transport = transport  # a `CompressingTransport`, or a `BetweenHosts`
         self.sampled: Any = None  # the wire of which `take` is called with the gradients of this rank
@@ -175,9 +171,7 @@ class CompressedBuckets:
                 pieces = list(_pieces(bucket, specs, first, first + part.numel()))
                 contents = Contents(bucket.index, part, pieces, part.new_zeros(part.numel(), dtype=torch.float32))
                 _load(contents, self.scheme.kept)
-                codec = self._codec(
-                    contents, len(self.transport.ranks), self.transport.ranks.index(self.transport.rank)
-                )
+                codec = self._codec(contents, self.transport)
                 self._parts.append((contents, codec))
                 parts.append((part.numel(), codec))
         self.scheme.kept.clear()
