@@ -76,8 +76,11 @@ class ConnectedOptimizer(OptimizerWrapper):
             check_free(names, world)
             if world.outer.groups:
                 ignored |= room("groups").left_to_others(self, names, model, world)
-            if (options.on_nonfinite == "skip" or options.max_error) and any(p is not whole_of(p) for p in names):
-                raise ValueError(_SKIPS_A_PART)
+            if any(p is not whole_of(p) for p in names):
+                if options.on_nonfinite == "skip" or options.max_error:
+                    raise ValueError(_SKIPS_A_PART)
+                if options.scheme is not None:
+                    options.scheme.check_parts(world)
             refuse_part_of_state(optimizer)
             self._check(optimizer, options, world, names)
             if sync_initial_state and model is not None:

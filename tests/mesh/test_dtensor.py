@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.support.harness import ranks, run_ranks
 from tests.support.training import attempt
 from torchring.errors import GradientError
 from torchring.sharding import DistributedState
+from torchring.world import World
 
 _STEPS = 3
 
@@ -254,6 +256,11 @@ def _summed_by_dtensor(mesh: DeviceMesh) -> None:
         optimizer.close()
 
 
+def _groups_on_one_machine(mesh: DeviceMesh) -> None:
+    with mock.patch.object(World, "shares_memory", property(lambda world: world.outer is not world)):
+        _wrap(_made(mesh["tp"]), mesh["dp"], compression="int8")
+
+
 _OF_ALL = torchring.ddp_hook(None, allreduce_hook)
 _PARTS = "up.weight is a DTensor, as fully_shard() makes them", "have different parts", "group=mesh[...]"
 _MISTAKES: list[tuple[Callable[[DeviceMesh], object], str, tuple[str, ...]]] = [
@@ -281,6 +288,7 @@ _MISTAKES: list[tuple[Callable[[DeviceMesh], object], str, tuple[str, ...]]] = [
     ),
     (lambda m: _wrap(_made(m["tp"]), m["dp"], compression="int8", max_error=1), "ValueError", ("leave max_error out",)),
     (lambda m: _wrap(_made(m["tp"]), m["dp"], compression=_OF_ALL), "ValueError", ("must be the ProcessGroup of the",)),
+    (_groups_on_one_machine, "ValueError", ("this group lies on one", "leave it out")),
     (_muon, "ValueError", ("shard=True does not work with Muon and DTensors",)),
     (_summed_by_dtensor, "GradientError", ("gradient of weight is placed (Partial(sum), ", "mesh['tp']")),
 ]

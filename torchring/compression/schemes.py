@@ -82,6 +82,12 @@ class Scheme:
         if isinstance(self.settings, PowerSGD):
             raise GradientError("weigh() takes no compression='powersgd'; use 'int8' or 'bf16'")
 
+    def check_parts(self, world: World) -> None:
+        """Raise ValueError if groups with other parts of DTensors may compress what this one does not."""
+        if world.shares_memory and not world.outer.shares_memory and not isinstance(self.settings, DDPHook):
+            text = "takes DTensors if all groups cross machines, and this group lies on one; leave it out"
+            raise ValueError(f"compression={self} {text}")
+
     def _say_that_nothing_is_compressed(self, world: World) -> None:
         if world.rank == 0:
             _logger.info("compression=%s: all ranks are on one host, so nothing is compressed", self)
