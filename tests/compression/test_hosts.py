@@ -219,6 +219,9 @@ def _fails(rank: int, world_size: int) -> None:
 
     with pytest.raises(GradientError, match=r"weigh\(\) takes no compression='powersgd'"):
         _train(rank, "powersgd", _weighed)
+    torch.set_num_threads(1 + rank)
+    with pytest.raises(PlanMismatchError, match=r"computes: rank 0 has .*threads\(\)=1 .* rank 1 has .*threads\(\)=2"):
+        _train(rank, "powersgd")
 
     with pytest.raises(GradientError, match="is not finite; NaN or infinity came from rank 1") as raised:
         _train(rank, "int8", _poisoned)

@@ -27,7 +27,7 @@ class PowerSGD:
     """Send the gradients of matrices as products of thin matrices: `wrap(..., compression=PowerSGD(rank=4))`.
 
     A parameter of more than two dimensions counts as a matrix of its first dimension. Each rank computes the result
-    from the same message with its own processor, so processors should be alike.
+    from the same message, so processors and `torch.get_num_threads()` must be alike.
 
     Args:
         rank: half the columns of the two thin matrices, so that n rows and m columns become 2 rank (n + m) numbers.

@@ -13,6 +13,7 @@ from torchring.allreduce.contract import AllReduce, BucketWork
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, open_hierarchical
 from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.select import Choice, open_all_reduce
+from torchring.collectives.service import internal_collectives_of
 from torchring.compression.codec import ROW, Codec, Contents, Piece
 from torchring.compression.custom import Compressor, CustomCodec
 from torchring.compression.ddp_hook import DDPHook, HookAllReduce
@@ -100,22 +101,21 @@ class Scheme:
         if world.shares_memory:
             self._say_that_nothing_is_compressed(world)
             return open_all_reduce(world, choice.algorithm, overlap), choice
-        if choice.algorithm not in ("native", "hierarchical") or overlap == "inline":
+        if choice.algorithm == "direct" or overlap == "inline":
             open_all_reduce(world, choice.algorithm, overlap)  # which says why not
+        if isinstance(self.settings, PowerSGD):  # each rank computes the result. Its last bits depend on these.
+            how = f"torch.get_num_threads()={torch.get_num_threads()} and {torch.backends.cpu.get_cpu_capability()}"
+            internal_collectives_of(world).check_equal([f"how compression={self} computes: {how}"])
         transports: list[CompressingTransport] = []
-        inner: NativeAllReduce | HierarchicalAllReduce
 
         def opens(world: World, ranks: Sequence[int] | None = None) -> CompressingTransport:
             transports.append(CompressingTransport(open_transport(world, ranks), open_transport(world, ranks)))
             return transports[0]
 
-        if choice.algorithm == "hierarchical":
-            inner = open_hierarchical(world, opens, _COLUMN_BYTES)
-        else:
-            inner = NativeAllReduce(opens(world))
-        return CompressedAllReduce(inner, transports[0], self), choice._replace(
-            reason=f"{choice.reason}; compressed by {self} between hosts"
-        )
+        is_nested = choice.algorithm == "hierarchical"
+        inner: Any = open_hierarchical(world, opens, _COLUMN_BYTES) if is_nested else NativeAllReduce(opens(world))
+        reason = f"{choice.reason}; compressed by {self} between hosts"
+        return CompressedAllReduce(inner, transports[0], self), choice._replace(reason=reason)
 
     def open_on_device(self, world: World, algorithm: str, overlap: str, specs: Any, accelerator: Any) -> Any:
         """Collective: as `opening.open_on_device`. Raises ValueError if gradients on a device cannot be compressed."""
