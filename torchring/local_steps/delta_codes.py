@@ -8,6 +8,7 @@ block are sent in fp32.
 """
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Final
 
 import torch
@@ -47,11 +48,16 @@ def decode(data: torch.Tensor, shapes: Sequence[torch.Size], bits: int) -> torch
             part, exact = exact[: shape.numel()], exact[shape.numel() :]
             parts.append(part)
             continue
-        codes = torch.cat([codes >> bits * k & 2**bits - 1 for k in range(8 // bits)], 1).view(-1, BLOCK)
-        values = codes.float().mul_(2).sub_(2**bits - 1).mul_(scale[:, None]).view(-1)
+        *pieces, last = map(_decode, torch.split(codes, _PIECE), torch.split(scale, _PIECE), repeat(bits))
         rest = shape.numel() % BLOCK
-        parts += [values[: shape.numel() - rest], values[len(values) - rest :]]
+        parts += [*pieces, last[: len(last) - BLOCK] if rest else last, last[len(last) - rest :]]
     return torch.cat(parts)
+
+
+def _decode(packed: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """1-D: the values of some blocks."""
+    codes = torch.cat([packed >> bits * k & 2**bits - 1 for k in range(8 // bits)], 1).view(-1, BLOCK)
+    return codes.float().mul_(2).sub_(2**bits - 1).mul_(scales[:, None]).view(-1)
 
 
 def _is_coded(shape: torch.Size) -> bool:
