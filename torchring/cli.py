@@ -171,7 +171,6 @@ def _parser_of_run(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 
 def _one_node(text: str) -> None:
-    """A type for torchrun's --nnodes."""
     if text not in ("1", "1:1"):
         raise argparse.ArgumentTypeError("-H HOST:SLOTS,... names the hosts, whose processes torchring run starts")
 

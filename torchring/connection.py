@@ -123,18 +123,15 @@ class ConnectedOptimizer(OptimizerWrapper):
             raise ValueError("DistributedOptimizer() takes no shard=True; call torchring.wrap(..., shard=True)")
 
     def _find_world(self) -> World:
-        """The ranks that reduce together."""
         return world_of(self._group)
 
     def _name_parameters(self, optimizer: Optimizer, model: torch.nn.Module | None) -> dict[torch.nn.Parameter, str]:
         return named_parameters(optimizer, model)
 
     def _find_sparse(self, optimizer: Optimizer, model: torch.nn.Module | None) -> set[torch.nn.Parameter]:
-        """The parameters whose gradients are sparse."""
         return sparse_parameters(model.modules() if model is not None else ())
 
     def _find_participants(self, setup: Setup) -> list[type[Participant]]:
-        """What takes part in reductions."""
         return participants(setup)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -263,7 +260,6 @@ class ConnectedOptimizer(OptimizerWrapper):
         self._forward_watch.observers = no_model
 
     def _rejoin(self, world: World | None = None, guests: Sequence[Participant] = ()) -> None:
-        """See `rejoin`."""
         self._disconnect()
         if world is not None:
             self._needs_state = False
@@ -280,7 +276,6 @@ class ConnectedOptimizer(OptimizerWrapper):
         return LocalSync(self._names.keys(), accumulate=self._options.accumulate, skips_non_finite=skips)
 
     def _watch_wrapped(self) -> None:
-        """Hook the steps of the wrapped optimizer."""
         raise NotImplementedError
 
 

@@ -182,7 +182,6 @@ def members_of(group: Group) -> tuple[int, ...]:
 
 
 def _launched() -> Any:
-    """This process, as its launcher describes it: a `LaunchEnvironment`."""
     return room("meeting").launched()
 
 

@@ -179,7 +179,6 @@ def _count_meetings(job: World) -> Counter[tuple[int, ...]]:
 
 
 def _opens(rank: int) -> str:
-    """The key under which a rank says which group it opens."""
     return f"group/opens/{rank}"
 
 

@@ -117,7 +117,6 @@ def _time(kind: str, ranks: Sequence[int], transfer: _Transfer) -> PathFacts:
 
 
 def _reducing(direct: DirectAllReduce) -> _Transfer:
-    """All-reduces as in training."""
     wires = dict(zip(_SIZES, direct.open_wires([(size // 4, torch.float32) for size in _SIZES]), strict=True))
 
     def reduce(num_bytes: int) -> float:
@@ -147,5 +146,4 @@ def _watch(num_bytes: int) -> float:
 
 
 def _most(value: float) -> float:
-    """The largest value of all ranks."""
     return float(all_reduce(torch.tensor([value], dtype=torch.float64, device="cpu"), "max"))

@@ -231,7 +231,6 @@ class Bucket:
         """The gradients of these hold nothing new. If no rank has used them, they stay as they are."""
 
     def _zero(self, slots: Sequence[int]) -> None:
-        """These contribute zeros."""
         torch._foreach_zero_([self._views[slot] for slot in slots])
 
     def _note_packed(self) -> None:

@@ -122,7 +122,6 @@ class LocalSync:
     # Weights
 
     def _begin(self) -> None:
-        """A backward with a weight begins."""
         self._weights.begin()
         if not self._watch.is_armed:
             self._watch.arm()

@@ -160,7 +160,6 @@ def _check_comm(comm: Any, size: int) -> None:
 
 
 def _ranks_of(comm: Any) -> list[int]:
-    """The global ranks of an mpi4py communicator's processes."""
     from mpi4py import MPI
 
     group = comm.Get_group()

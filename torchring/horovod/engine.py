@@ -150,7 +150,6 @@ class CollectiveEngine:
             self._bell.wait(left)
 
     def _take_part(self) -> None:
-        """Run a cycle if there is reason for it."""
         idle = time.monotonic() - self._last_cycle
         is_heartbeat = bool(self._in_flight) and not self.world.shares_memory and idle > _HEARTBEAT_SECONDS
         if self._submitted or self._bell.last_begun() > self._num_cycles or is_heartbeat:

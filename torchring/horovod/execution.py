@@ -90,7 +90,6 @@ def carry_out(plane: Plane, calls: Sequence[Operation | None], responses: Sequen
 
 
 def _all_reduce(plane: Plane, tensors: Sequence[torch.Tensor], request: Request) -> None:
-    """Reduce `tensors` in place."""
     op = request.argument("op")
     for tensor in tensors:
         scale(tensor, request.argument("prescale_factor"))

@@ -169,7 +169,6 @@ def mismatch(requests: Mapping[int, Request]) -> str:
 
 
 def _facts(first: Request, other: Request) -> Iterator[tuple[str, Any, Any]]:
-    """What must be equal, with what both requests have there."""
     yield "collective", first.kind, other.kind
     yield "number of tensors", len(first.tensors), len(other.tensors)
     for name, value in first.arguments:

@@ -105,7 +105,6 @@ def _listener(plan: HostPlan) -> socket.socket:
 
 
 def _run(plan: HostPlan, command: Sequence[str], store: Future[TCPStore], port: int) -> int:
-    """Start this host's ranks and wait for them."""
     output = open_output(plan.output)
     ranks: dict[int, subprocess.Popen[bytes]] = {}
     with noted_signals() as received:
@@ -141,7 +140,6 @@ def _run(plan: HostPlan, command: Sequence[str], store: Future[TCPStore], port: 
 
 
 def _environ(plan: HostPlan, local_rank: int, port: int) -> dict[str, str]:
-    """The variables of a rank, as torchrun sets them."""
     rank = plan.first_rank + local_rank
     of_ranks = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": plan.number, "ROLE_RANK": rank}
     sizes = {"WORLD_SIZE": plan.size, "LOCAL_WORLD_SIZE": plan.num_proc, "ROLE_WORLD_SIZE": plan.size}

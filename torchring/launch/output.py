@@ -160,7 +160,6 @@ class Output:
         return new
 
     def _forget(self, source: _Source) -> None:
-        """Close what belongs to a pipe that has ended."""
         os.close(source.reading)
         with self._lock:
             is_last = all(other.rank != source.rank for other in [*self._sources.values(), *self._new])

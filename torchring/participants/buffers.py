@@ -247,7 +247,6 @@ class BufferSync(Participant):
         self._results[:] = [each for each in self._results if not each.places <= self.places]
 
     def _lay_out(self, wire: torch.Tensor) -> list[torch.Tensor]:
-        """The part of the wire for each buffer."""
         parts = torch.split(wire, [shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 

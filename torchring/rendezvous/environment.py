@@ -265,7 +265,6 @@ def _found(environ: Mapping[str, str]) -> list[_Launcher]:
 
 
 def _launch_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """All variables by which two launches differ."""
     keys = {key for launcher in _LAUNCHERS for key in (launcher.rank, launcher.size, launcher.sign)}
     keys |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", CHOICE, JOB}
     keys |= {"SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", INVITATION, _KEY_VALUES}

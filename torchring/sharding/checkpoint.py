@@ -181,7 +181,6 @@ def _complete(_: object, value: torch.Tensor) -> torch.Tensor:
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor."""
     return getattr(value, "_local_tensor", value)
 
 

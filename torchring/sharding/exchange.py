@@ -79,7 +79,6 @@ def _slice(buffer: torch.Tensor, memory: FlatMemory, rank: int) -> torch.Tensor:
 
 
 def _copy_to_peers(memory: FlatMemory, rank: int) -> None:
-    """Copy the slice of `rank` from this rank's memory to that of its peers."""
     own = _slice(memory.own, memory, rank)
     for peer in memory.peers:
         _slice(peer, memory, rank).copy_(own)

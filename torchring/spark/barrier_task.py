@@ -137,7 +137,6 @@ def visible_gpus(own: str, of_host: Sequence[str]) -> str:
 
 
 def _leave() -> None:
-    """Shut down all that a function may have joined."""
     if "torchring.horovod.context" in sys.modules:
         sys.modules["torchring.horovod.context"].shutdown()
     default_world.shutdown()

@@ -93,7 +93,6 @@ class DriverStore:
         self._store.compare_set(card_key(worker), "", Card("starting").encode().decode())
 
     def forget_worker(self, worker: int) -> None:
-        """Remove the card of a worker that has ended."""
         self._store.delete_key(card_key(worker))
 
     def read(self, keys: list[str]) -> list[bytes]:

@@ -320,7 +320,6 @@ class State:
             raise
 
     def _leave(self) -> None:
-        """The generation is over for this rank."""
         self._world = self._agreed = None
 
     # Points to return to

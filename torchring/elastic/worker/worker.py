@@ -218,7 +218,6 @@ class Worker:
             self._changed.notify_all()
 
     def _pass_on(self) -> None:
-        """Tell the world what the driver has said."""
         if (world := self._world) is None:
             return
         change = world.shared(MembershipChange)

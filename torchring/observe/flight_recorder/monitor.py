@@ -133,7 +133,6 @@ class StallMonitor:
         _logger.warning("%s", in_group(text, self._rendezvous.members))
 
     def _peers(self) -> dict[int, Peer]:
-        """All other ranks, as far as this rank knows."""
         found = {}
         for rank, memory in self._memory.items():
             if rank != self._rank:

@@ -54,7 +54,6 @@ class ReductionRecording(Participant):
             current.mark_ready = self._mark_ready
 
     def _note(self, event: int, index: int, at: int) -> None:
-        """See `torchring.observer`."""
         now = at or time.perf_counter_ns()
         if event in (COPYING, READY):
             self._since[index] = now

@@ -135,7 +135,6 @@ def tabulate(job: Job) -> tuple[Steps, ...]:
 
 
 def _with_buckets(timing: Steps, job: Job, plan: Plan | None, plans: Sequence[Plan | None], base: int) -> Steps:
-    """The same steps, with the buckets of one plan."""
     has_plan = np.array([each == plan for each in plans])
     times = np.full((len(job.steps), len(job.traces), len(plan or ()), len(BUCKET_TIMES)), np.nan)
     for i in np.flatnonzero(has_plan) if plan else ():

@@ -108,7 +108,6 @@ def _find_meetings(timing: Steps, run_info: RunInfo) -> dict[str, Array]:
 
 
 def _find_critical(timing: Steps, found: dict[str, Array]) -> Critical:
-    """Find the rank that determines how long a step takes."""
     phases = timing.parts.copy()
     phases[..., Phase.BACKWARD] = np.clip(phases[..., Phase.BACKWARD] - timing.stall, 0, None)
     phases[..., Phase.WAITING] = found["waiting"]

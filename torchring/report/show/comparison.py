@@ -130,12 +130,10 @@ def _faster(change: Change, unit: str) -> str:
 
 
 def _samples(run: Analysis) -> float:
-    """Samples of all ranks in a step."""
     return float(np.mean(run.timing.num_samples[run.timing.counts].sum(1)))
 
 
 def _facts(run: Analysis) -> dict[str, str]:
-    """What was run, by name."""
     own = {name.replace("_", " "): str(getattr(run.run_info, name)) for name in _OF_RUN}
     own |= {
         "samples": number(_samples(run)),
