@@ -77,7 +77,7 @@ class CompressionCheck(Participant):
         if before in TRIAL and number == before + 1:
             self._seconds[before % 2].append(self._begun[1] - began)
             exact, compressed = (statistics.median(each or [0.0]) * 1e3 for each in self._seconds)
-            if number == TRIAL.stop and compressed > exact and self._reducer.world.rank == 0:
+            if number == TRIAL.stop and compressed > 1.05 * exact and self._reducer.world.rank == 0:
                 text = "compression=%s does not pay here: a step takes %.0f ms with it, and %.0f ms in full precision"
                 _logger.warning(text, self._reducer.options.compression, compressed, exact)
 
