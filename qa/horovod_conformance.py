@@ -73,7 +73,6 @@ class Outcome:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
     parser = argparse.ArgumentParser(description="Runs Horovod's own tests against torchring.")
     parser.add_argument("checkout", type=Path, help="a checkout of Horovod")
     parser.add_argument("--file", action="append", choices=[Path(file.path).stem for file in FILES], metavar="NAME")

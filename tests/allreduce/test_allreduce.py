@@ -90,7 +90,6 @@ def _transport(world: World, ranks: Sequence[int] | None = None) -> C10dTranspor
 
 
 def _host_of(size: int) -> str:
-    """Of the rank that this thread is."""
     return f"host {HOSTS[size][int(threading.current_thread().name.split()[1])]}"
 
 

@@ -420,8 +420,6 @@ def test_where_pytorch_puts_its_sockets(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class _Allocations:
-    """In place of `_SymmetricMemory`."""
-
     def __init__(self) -> None:
         self.is_full = threading.local()  # the GPU of this thread's rank
         self.num_meetings = 0

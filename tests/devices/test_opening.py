@@ -30,7 +30,6 @@ _ONCE = {"_NUM_REPEATS": 1, "_NUM_WARM_UPS": 0, "_NUM_TURNS": 1, "_PRODUCT_SIDE"
 
 
 def _trained(rank: int, **options: Any) -> Any:
-    """The optimizer after three steps."""
     torch.manual_seed(5)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, **options)

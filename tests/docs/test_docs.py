@@ -339,7 +339,6 @@ def test_code_fits_a_page_and_platforms_name_the_tested_versions() -> None:
 
 
 def run(diff: str, sign: str) -> dict[str, Any]:
-    """Run one side of the diff."""
     torch.manual_seed(0)  # the snippet draws its data
     namespace: dict[str, Any] = {}
     code = "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[0] in f"{sign} \n")

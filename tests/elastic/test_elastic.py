@@ -60,7 +60,6 @@ def train_worker(
     stepped: Callable[[], object] = lambda: None,  # called after each step
     **options: Any,
 ) -> None:
-    """The script of a worker."""
     model = make()
     optimizer = torchring.wrap(kind(model), model, **wrapped())
     sampler = torchring.elastic.Sampler(DIGITS, seed=5, global_batch=GLOBAL_BATCH)
@@ -145,14 +144,12 @@ def expected(
 
 
 def orders(num_steps: int, global_batch: int = GLOBAL_BATCH) -> list[torch.Tensor]:
-    """The samples of each step."""
     num_epochs = num_steps // (600 // global_batch) + 1
     epochs = [torch.randperm(600, generator=torch.Generator().manual_seed(5 + epoch)) for epoch in range(num_epochs)]
     return [batch for order in epochs for batch in order.split(global_batch)][:num_steps]
 
 
 def resources() -> dict[str, int]:
-    """What this process holds."""
     gc.collect()
     status = Path("/proc/self/status").read_text()
     return {

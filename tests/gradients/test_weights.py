@@ -149,7 +149,6 @@ def _pair(**options: Any) -> tuple[list[nn.Parameter], Any]:
 
 
 def _first(*parameters: nn.Parameter) -> list[float | None]:
-    """The first element of each gradient."""
     return [None if p.grad is None else float(p.grad[0]) for p in parameters]
 
 

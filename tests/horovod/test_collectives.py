@@ -78,7 +78,6 @@ def cut(values: Tensor) -> Tensor:
 
 
 def _results(rank: int, size: int) -> None:
-    """Calls, each with what it gives this rank."""
     number, pair, total, last = torch.arange(size), torch.tensor([0, 1]), sum(range(size + 1)), size - 1
     integers, halves = torch.tensor([3, -3, 7]), torch.full((3,), 40000.0, dtype=torch.float16)
     scaled = torch.stack([cut(integers * 0.5 * (r + 1)) for r in range(size)])

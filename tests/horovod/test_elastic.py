@@ -68,8 +68,6 @@ def test_all_ranks_go_on_from_rank_0s_state_and_from_their_last_commit(rank: int
 
 
 class Failing(elastic.State):
-    """Counts what is done with it."""
-
     def __init__(self) -> None:
         super().__init__(bcast_object=lambda obj: obj)
         self.done: list[str] = []

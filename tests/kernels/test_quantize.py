@@ -27,7 +27,6 @@ def places(device: str) -> torch.Tensor:
 
 
 def parts_of(message: torch.Tensor, part: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, codes and scales: views."""
     sizes = [2 * 1024, NUM_ROWS * 256, NUM_ROWS * 4, 12]
     values, codes, scales, _ = message[part * PART : (part + 1) * PART].split(sizes)
     return values.view(F32).view(-1, 256), codes.view(torch.int8).view(-1, 256), scales.view(F32)

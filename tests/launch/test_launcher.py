@@ -224,7 +224,6 @@ def test_the_command_is_installed() -> None:
 
 
 def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of what `--help` shows."""
     code, out, _ = called(["--print-completion", "bash"], capsys)
     assert code == 0
     assert subprocess.run(["bash", "-n"], input=out, text=True).returncode == 0

@@ -44,7 +44,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 
 
 def run(*line: str) -> int:
-    """The exit code of `torchring run`."""
     try:
         return cli.main(["run", *line])
     except SystemExit as error:

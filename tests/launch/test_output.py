@@ -25,7 +25,6 @@ class Shown:
         return Output(OutputOptions(**options), out=self.descriptors[STDOUT], err=self.descriptors[STDERR])
 
     def started(self, num_ranks: int = 2, **options: Any) -> tuple[Output, list[int]]:
-        """With a pipe for each rank's stdout."""
         output = self.output(**options)
         ends = [output.pipe(STDOUT, rank) for rank in range(num_ranks)]
         output.start()

@@ -7,14 +7,12 @@ from torchring.local_steps import delta_codes
 
 
 def coded(deltas: list[torch.Tensor], bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes, and what they stand for."""
     shapes = [delta.shape for delta in deltas]
     codes = delta_codes.encode(torch.cat([delta.reshape(-1) for delta in deltas]), shapes, bits)
     return codes, delta_codes.decode(codes, shapes, bits)
 
 
 def lost(deltas: list[torch.Tensor], bits: int) -> list[float]:
-    """The relative error of each."""
     found = torch.split(coded(deltas, bits)[1], [delta.numel() for delta in deltas])
     return [float((f.double() - d.view(-1)).norm() / d.double().norm()) for f, d in zip(found, deltas, strict=True)]
 

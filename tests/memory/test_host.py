@@ -42,8 +42,6 @@ _CLONE_NEWNET = 0x40000000
 
 
 def run_groups(size: int, body: Callable[..., Any], *, timeout_seconds: float = 10.0) -> list[Any]:
-    """body(group) on every rank, in threads."""
-
     def on_rank(rank: int, size: int, store: dist.Store) -> Any:
         group = connect(Rendezvous(store, rank, size, timeout_seconds))
         try:

@@ -260,7 +260,6 @@ def _train_experts(
 def _reduce(
     model: _Experts, parts: list[list[nn.Parameter]], step: int, micros: int, weighs: bool, skips: bool
 ) -> None:
-    """The gradients of one process."""
     for number, part in enumerate(parts):
         total, losses = 0.0, []
         for rank in range(4) if number == 0 else _PAIRS[number - 1]:

@@ -188,8 +188,6 @@ def _go_on(model: Model, optimizer: Optimizer, rank: int, steps: int = 3) -> Non
 
 
 def _then(change: Callable[[Model, Optimizer, int], object], **options: Any) -> Callable[[int], None]:
-    """The script trains, does something, and trains on."""
-
     def script(rank: int) -> None:
         model, optimizer = _wrapped(**options)
         _go_on(model, optimizer, rank, 2)
@@ -266,8 +264,6 @@ def _unfreeze_on_one_rank(rank: int) -> None:
 
 
 def _hook(act: Callable[[Any], object]) -> Callable[[int], None]:
-    """A hook of 0.weight, which gets the parameter."""
-
     def script(rank: int) -> None:
         model, optimizer = _wrapped()
         model[0].weight.register_post_accumulate_grad_hook(act)
@@ -444,8 +440,6 @@ class _OfItsOwn(torch.optim.SGD):
 
 
 def _group(of_rank: Callable[[int], dict[str, Any]], kind: Any = torch.optim.AdamW, **options: Any) -> Any:
-    """These options of the optimizer."""
-
     def script(rank: int) -> None:
         model = nn.Linear(3, 2)
         optimizer = torchring.wrap(kind(model.parameters(), lr=0.1), model, **options)

@@ -55,7 +55,6 @@ def _found(module: str, **how: Any) -> list[dict[str, str]]:
 
 
 def _run(rank: int, size: int, module: str, folder: str) -> dict[str, str]:
-    """What each body has failed with, or ""."""
     os.chdir(folder)
     bodies: dict[str, Body] = importlib.import_module(module).case.bodies
     found = dict.fromkeys(bodies, "not run, because an earlier one has failed")

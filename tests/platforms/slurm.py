@@ -104,7 +104,6 @@ class Cluster:
         return self.about(job)["JobState"]
 
     def output(self, job: int) -> str:
-        """What a job has printed so far."""
         file = Path(self.about(job)["StdOut"])
         return file.read_text() if file.exists() else ""
 

@@ -47,7 +47,6 @@ def _sgd(net: nn.Module) -> torch.optim.SGD:
 
 
 def _plain(batches: Tensor, kind: str, *, num_parts: int) -> Tensor:
-    """The weights after training alone."""
     device, dtype = torchring.device().type, _DTYPES[kind]
     net = Net().to(device)
     optimizer, scaler = _sgd(net), torch.amp.GradScaler(device, enabled=kind == "fp16")

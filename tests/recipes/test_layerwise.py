@@ -227,7 +227,6 @@ _MAKERS: list[tuple[Callable[[Any], Optimizer], int]] = [  # and how many tensor
 
 
 def _layerwise(side: Side, i: int, shard: bool) -> list[Tensor]:
-    """A checkpoint in the middle."""
     make, num_tensors = _MAKERS[i]
     net = small_model(torch.float32)
     optimizer = side.wrap(make(net.parameters()), net, shard=shard)

@@ -51,7 +51,6 @@ _SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 
 
 def _rates(optimizer: Optimizer, scheduler: Any, count: int) -> list[list[float]]:
-    """The learning rates of the next steps."""
     found = []
     for _ in range(count):
         found.append([float(group["lr"]) for group in optimizer.param_groups])

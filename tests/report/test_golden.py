@@ -393,7 +393,6 @@ NETWORKS: Final = {"standstill in memory, predicted for a network": Network(0.0,
 
 
 def analysis_of(job: Job, network: Network | None = None) -> Analysis:
-    """Checks what is true of each job."""
     traces = job()
     analysis = analyse(merge(traces), network)
     traces = [trace for trace in traces if trace.run_info.rank in [each.rank for each in analysis.ranks]]

@@ -95,8 +95,6 @@ class _Clips(torch.optim.Adam):
 
 
 class _Decays(torch.optim.SGD):
-    """By the size of all gradients."""
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         given = [p for p in self.param_groups[0]["params"] if p.grad is not None]

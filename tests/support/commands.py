@@ -41,7 +41,6 @@ def run_python(
     folder: Path | None = None,
     seconds: float = 60.0,
 ) -> subprocess.CompletedProcess[str]:
-    """`python *arguments`."""
     return finish(start([sys.executable, *arguments], env, folder), seconds=seconds)
 
 

@@ -82,7 +82,6 @@ def rows(text: str) -> list[list[str]]:
 
 
 def code_spans(text: str) -> list[str]:
-    """What stands between single backticks."""
     return re.findall(r"`([^`\n]+)`", _FENCE.sub("", text))
 
 

@@ -106,8 +106,6 @@ def _stay(host: str) -> None:
 
 
 class Slots(Hosts):
-    """Hosts whose slots the test changes."""
-
     may_change = True
 
     def __init__(self, names: list[str], slots: int = 2) -> None:

@@ -189,7 +189,6 @@ class FakeRank:
         return [None if p.grad is None else p.grad.flatten().tolist() for p in self.parameters]
 
     def is_in_wire(self, index: int) -> bool:
-        """Whether the gradient lies in a wire buffer."""
         at, wires = self.gradient(index).data_ptr(), [bucket.wire.tensor for bucket in self.launcher.buckets]
         return any(wire.data_ptr() <= at < wire.data_ptr() + wire.nbytes for wire in wires)
 
@@ -203,7 +202,6 @@ def fake_ranks(num_ranks: int, *parameters: Tensor | int, **options: Any) -> lis
 
 
 def finish(*ranks: FakeRank) -> None:
-    """The end of a backward, on all ranks."""
     for rank in ranks:
         rank.fill()
     for rank in ranks:

@@ -113,7 +113,6 @@ def patient(seconds: float) -> float:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

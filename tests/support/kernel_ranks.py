@@ -57,8 +57,6 @@ ROUNDS = [
 
 @dataclass
 class Place:
-    """What one rank has at hand."""
-
     rank: int
     num_ranks: int
     parts: list[torch.Tensor]  # all ranks' memory for wires, uint8
@@ -80,7 +78,6 @@ class Place:
         return self.parts[self.rank][: numel * dtype.itemsize].view(dtype)
 
     def arguments(self, todo: Round) -> dict[str, Any]:
-        """Of any kernel's launch."""
         own = {"wire": self.wire(todo.numel, todo.dtype), "abort": self.abort, "max_blocks": todo.max_blocks}
         return {"wires": self.wires, "signals": self.signals, "rank": self.rank, "num_ranks": self.num_ranks, **own}
 

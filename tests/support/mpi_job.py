@@ -171,7 +171,6 @@ def _save(answer: object) -> bytes:
 
 
 def main() -> None:
-    """What a rank does."""
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     torch.set_num_threads(1)

@@ -47,8 +47,6 @@ def hosts_of(ranks_per_host: Sequence[int]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class HostedWorld:
-    """Ranks to start, and where."""
-
     network: Network
     ranks_per_host: tuple[int, ...]  # as for `hosts_of`
     args: tuple[Any, ...] = ()  # what each rank is called with, after rank and world size

@@ -110,14 +110,11 @@ def _words(case: Any) -> str:
 
 
 class Failure:
-    """A scenario that raised on a rank."""
-
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 def _attempts(rank: int, size: int, module: str, names: Sequence[str]) -> dict[str, Any]:
-    """What each scenario gives on this rank."""
     results: dict[str, Any] = {}
     bodies, identity = importlib.import_module(module).scenario.bodies, host_module._host_identity
     for name in names:

@@ -272,7 +272,6 @@ def test_ranks_end_when_the_tests_are_killed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _pooled(rank: int, world_size: int, how: str) -> int:
-    """Uses torchring, then acts; returns the process id."""
     import torchring
 
     torchring.init()

@@ -146,7 +146,6 @@ def shifted(trace: RankTrace, num_dropped: int) -> RankTrace:
 
 
 def encode(step: StepRecord) -> "array[int]":
-    """The row of a step."""
     own = (step.number, step.begin, step.end, step.num_samples, step.stall_ns, step.packing_ns, step.loading_ns)
     load = (step.loading_cpu_ns, step.num_workers, step.queued_ns, step.exposed_queued_ns)
     phases = [number for each in step.phases for number in (each.phase, each.begin)]
@@ -159,5 +158,4 @@ def decoded(trace: RankTrace, rows: Sequence[Sequence[int]]) -> RankTrace:
 
 
 def write(folder: Path, trace: RankTrace) -> Path:
-    """Write a trace as its rank does."""
     return files.write(files.path_of(folder, trace.run_info.rank), trace, [encode(step) for step in trace.steps])

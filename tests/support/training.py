@@ -35,8 +35,6 @@ class Side:
 
 @dataclass(frozen=True)
 class ShardedSide(Side):
-    """A rank whose optimizer is sharded."""
-
     def wrap(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None, **options: Any) -> Any:
         return super().wrap(optimizer, model, **{"shard": True, **options})
 

@@ -117,7 +117,6 @@ def _knows_its_rank_and_its_peers(meet: Meet, transport: Transport) -> None:
 
 
 def _transfers_match_in_their_order(meet: Meet, transport: Transport) -> None:
-    """From both ranks in turn."""
     tensors = [torch.full((5,), 100 * transport.rank + i) for i in range(20)]
     transfers = [transport.start_broadcast(tensor, i % 2) for i, tensor in enumerate(tensors)]
     for transfer in reversed(transfers):  # waiting in another order changes nothing

@@ -26,8 +26,6 @@ from torchring.rendezvous.rendezvous import Rendezvous
 
 
 def run(size: int, body: Callable[..., Any], *, timeout_seconds: float = 10.0) -> list[Any]:
-    """body(rendezvous) on every rank, in threads."""
-
     def on_rank(rank: int, size: int, store: dist.Store) -> Any:
         return body(Rendezvous(store, rank, size, timeout_seconds))
 

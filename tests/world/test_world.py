@@ -241,7 +241,6 @@ def test_where_a_rank_is(
 
 
 def _join(store: dist.Store, rank: int, size: int, job: str = "") -> str:
-    """What it fails with, or "joined"."""
     try:
         World(store, rank, size, timeout_seconds=50.0, job=job).close()
     except TopologyError as error:
