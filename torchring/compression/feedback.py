@@ -23,10 +23,10 @@ def state_dict(optimizer: Any) -> dict[str, torch.Tensor]:
     sync, all_reduce = _parts_of(optimizer)
     if all_reduce is None:
         return {}
-    own = all_reduce.feedback()
-    specs = [spec for spec in sync.specs if not spec.is_sparse and spec.real_dtype in COMPRESSED]
-    nothing = {spec.name: torch.zeros(spec.num_reals, dtype=torch.float32, device="cpu") for spec in specs}
-    return {name: collectives_of(sync.world).all_reduce(own.get(name, zeros), "sum") for name, zeros in nothing.items()}
+    own, collectives = all_reduce.feedback(), collectives_of(sync.world)
+    lengths = {spec.name: spec.num_reals for spec in sync.specs if not spec.is_sparse and spec.real_dtype in COMPRESSED}
+    mine = (own.get(name, torch.zeros(n, dtype=torch.float32, device="cpu")) for name, n in lengths.items())
+    return {name: collectives.all_reduce(each, "sum") for name, each in zip(lengths, mine, strict=True)}
 
 
 def load_state_dict(optimizer: Any, state: dict[str, torch.Tensor]) -> None:
