@@ -39,9 +39,8 @@ class CompressionCheck(Participant):
         self._reducer = reducer
         self._max_error = setup.options.max_error
         self._is_over = False  # the error was too large
-        embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
         modules = () if setup.model is None else setup.model.modules()
-        weights = {id(module.weight) for module in modules if isinstance(module, embeddings)}
+        weights = {id(m.weight) for m in modules if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag))}
         self._embeddings = {name for parameter, name in setup.names.items() if id(parameter) in weights}
         self._begun = -1, 0.0  # the last reduction, and when it began
         self._seconds: tuple[list[float], list[float]] = [], []  # of steps in the trial: exact, compressed
@@ -72,12 +71,13 @@ class CompressionCheck(Participant):
             all_reduce.sampled, all_reduce.take = self._bucket.wire, self._take
 
     def _note_time(self, number: int) -> None:
-        before, began = self._begun
-        self._begun = number, time.perf_counter()
-        if before in TRIAL and number == before + 1:
-            self._seconds[before % 2].append(self._begun[1] - began)
-            exact, compressed = (statistics.median(each or [0.0]) * 1e3 for each in self._seconds)
-            if number == TRIAL.stop and compressed > 1.05 * exact and self._reducer.world.rank == 0:
+        (before, began), self._begun = self._begun, (number, time.perf_counter())
+        if before not in TRIAL or number != before + 1:
+            return
+        self._seconds[before % 2].append(self._begun[1] - began)
+        if number == TRIAL.stop and all(self._seconds) and self._reducer.world.rank == 0:
+            exact, compressed = (statistics.median(each) * 1e3 for each in self._seconds)
+            if compressed > 1.05 * exact:
                 text = "compression=%s does not pay here: a step takes %.0f ms with it, and %.0f ms in full precision"
                 _logger.warning(text, self._reducer.options.compression, compressed, exact)
 
