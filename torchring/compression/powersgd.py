@@ -86,12 +86,12 @@ class PowerSGDCodec(Codec):
             self._matrices.append(matrix := _Matrix(piece.begin + first - piece.first, rows, columns, settings, seed))
             self._spans += [(piece.begin, matrix.begin), (matrix.end, piece.end)]
         self._lengths = [end - begin for begin, end in self._spans]
-        lengths = [2 * side * settings.rank for matrix in self._matrices for side in matrix.shape]
+        k = 2 * settings.rank
+        lengths = [side * k for matrix in self._matrices for side in matrix.shape]
         self._message = torch.zeros(sum(lengths) + sum(self._lengths), dtype=torch.float32, device="cpu")
         *factors, self._rest = torch.split(self._message, [*lengths, sum(self._lengths)])
-        lefts = [factor.view(-1, 2 * settings.rank) for factor in factors[::2]]
-        rights = [factor.view(2 * settings.rank, -1) for factor in factors[1::2]]
-        self._factors = list(zip(lefts, rights, strict=True))  # in the order above
+        pairs = zip(factors[::2], factors[1::2], strict=True)
+        self._factors = [(left.view(-1, k), right.view(k, -1)) for left, right in pairs]  # in the order above
         self.num_bytes = self._message.nbytes
 
     def begin(self, tensor: torch.Tensor, weight: float, transport: Transport) -> Transfer:
